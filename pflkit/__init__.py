@@ -1,0 +1,1 @@
+"""pflkit: personalized federated learning, right, fast and measured."""

@@ -1,0 +1,221 @@
+"""Data sets by name, as two arrays in memory: samples x and labels y, train and test parts merged.
+
+    load("digits" | "fashion-mnist" | "FILE.npz") -> Dataset
+
+The parts are merged (train first, then test) because every partition splits each client's own samples again. Files
+that are present are used as they are, and no network is touched then; nothing here reads or writes a pickle.
+"""
+
+import gzip
+import hashlib
+import math
+import os
+import tempfile
+import zipfile
+import zlib
+from dataclasses import dataclass
+from functools import cached_property
+from http.client import HTTPException
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pflkit import checks
+
+MNIST_SIZES = {"train": 60_000, "t10k": 10_000}  # images in the two parts of MNIST and its look-alikes
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """`x` float32 [n, *shape], images [n, C, H, W]; `y` int64 [n] in 0..K-1; `classes`, the K original labels."""
+
+    name: str
+    x: torch.Tensor
+    y: np.ndarray
+    classes: tuple
+
+    @property
+    def shape(self):
+        """The shape of one sample."""
+        return tuple(self.x.shape[1:])
+
+    @property
+    def num_classes(self):
+        return len(self.classes)
+
+    @cached_property
+    def fingerprint(self):
+        """16 hex digits that change with any value of x or y: sha256 over their shapes and bytes."""
+        digest = hashlib.sha256(repr((tuple(self.x.shape), self.y.shape)).encode())
+        for array in (self.x.cpu().numpy(), self.y):
+            digest.update(memoryview(np.ascontiguousarray(array)).cast("B"))
+        return digest.hexdigest()[:16]
+
+
+def load(name, root=None, download=True):
+    """The data set `name`: a key of LOADERS, or the path of an .npz file that holds x and y (rules: see `_npz`).
+
+    root: folder of the data files, see `data_root`. download=False forbids the network; files that are there are never
+    downloaded again. ValueError for an unknown name or an unusable file, FileNotFoundError for files that are missing
+    and cannot be downloaded; each in one line that names the files.
+
+    >>> data = load("digits")
+    >>> data.shape, data.num_classes, len(data.y)
+    ((1, 8, 8), 10, 1797)
+    """
+    checks.boolean("download", download)
+    if isinstance(name, str | os.PathLike) and Path(name).suffix == ".npz":
+        path = Path(name).expanduser()
+        return Dataset(path.name, *_npz(path))
+    loader = LOADERS[checks.choice("name", name, [*LOADERS, "FILE.npz"])]
+    return Dataset(name, *loader(root, download))
+
+
+def data_root(root=None):
+    """The folder of data files: `root`, else $PFLKIT_DATA, else pflkit/ in the user's cache. Empty means not given."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(root or os.environ.get("PFLKIT_DATA") or Path(cache, "pflkit")).expanduser()
+
+
+def images(pixels, top):
+    """float32 [n, C, H, W] in [-1, 1] from pixels 0..top, [n, H, W] or [n, H, W, C].
+
+    (pixel / top - 0.5) / 0.5: the papers' "normalised to mean 0.5, standard deviation 0.5" in every channel.
+    """
+    x = torch.tensor(pixels, dtype=torch.float32).div_(top).sub_(0.5).div_(0.5)
+    return x[:, None] if x.ndim == 3 else x.permute(0, 3, 1, 2).contiguous()
+
+
+def _digits(root, download):
+    """Scikit-learn's handwritten digits, installed with it: 1,797 grey images 8 x 8, pixels 0..16."""
+    from sklearn.datasets import load_digits  # here, because importing scikit-learn takes a second
+
+    digits = load_digits()
+    return images(digits.images, 16), digits.target.astype(np.int64), tuple(range(10))
+
+
+def _fashion_mnist(root, download):
+    """70,000 grey images 28 x 28 of clothes; the classes are their English names."""
+    from torchvision.datasets import FashionMNIST
+
+    return _mnist_like(FashionMNIST, root, download)
+
+
+LOADERS = {"digits": _digits, "fashion-mnist": _fashion_mnist}  # name: function (root, download) -> x, y, classes
+
+
+def _mnist_like(source, root, download):
+    """The four idx files of `source` (a torchvision class: its folder, addresses and class names), read or fetched."""
+    raw = data_root(root) / source.__name__ / "raw"
+    shapes = {f"{part}-images-idx3-ubyte": (n, 28, 28) for part, n in MNIST_SIZES.items()}
+    shapes |= {f"{part}-labels-idx1-ubyte": (n,) for part, n in MNIST_SIZES.items()}
+    # What is there is read first: a corrupt file is named, not replaced behind the user's back.
+    paths = {name: [path for path in (raw / name, raw / f"{name}.gz") if path.is_file()] for name in shapes}
+    arrays = {name: _read_idx(paths[name][0], shapes[name]) for name in shapes if paths[name]}
+    missing = [name for name in shapes if name not in arrays]
+    if missing:
+        _fetch(source, raw, missing, download)
+        arrays |= {name: _read_idx(raw / f"{name}.gz", shapes[name]) for name in missing}
+    x, y = (np.concatenate([arrays[name] for name in shapes if kind in name]) for kind in ("images", "labels"))
+    return images(x, 255), y.astype(np.int64), tuple(source.classes)
+
+
+def _read_idx(path, shape):
+    """uint8 array of `shape` from an idx file, MNIST's format; ValueError, naming the file, unless it holds just that.
+
+    The content decides, not the archive's hash: re-packed files (Debian's) are as good. Torchvision's own reader is
+    not used: it opens no .gz, and accepts a wrong length and any label.
+    """
+    header = np.array([0x0800 + len(shape), *shape], ">u4").tobytes()  # magic number (uint8, dimensions), sizes
+    size = len(header) + math.prod(shape)
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            found = file.read(size + 1)  # one byte more than it should hold, to notice what is too long
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        found, wrong = b"", f"broken gzip ({error})"
+    else:
+        wrong = found[: len(header)] != header and f"does not begin with the idx header of uint8 {shape}"
+    values = np.frombuffer(found, np.uint8)[len(header) :]
+    if not wrong and len(found) != size:
+        wrong = f"holds {len(found)} bytes of {size}" if len(found) < size else f"holds more than {size} bytes"
+    if not wrong and len(shape) == 1 and values.max() > 9:
+        wrong = f"label {values.max()} is not in 0..9"
+    advice = "delete it to have it downloaded again, or put an intact copy in its place"
+    _need(not wrong, f"{path} is corrupt: {wrong}; {advice}")
+    return values.reshape(shape)
+
+
+def _fetch(source, raw, names, download):
+    """Download idx files `names`, gzipped, into `raw`; where that cannot be, FileNotFoundError that says what to do."""
+    from torchvision.datasets.utils import download_url
+
+    md5 = dict(source.resources)
+    why = "download=False"
+    for mirror in source.mirrors if download else ():
+        try:
+            raw.mkdir(parents=True, exist_ok=True)
+            print(f"downloading {source.__name__} from {mirror} into {raw}", flush=True)
+            with tempfile.TemporaryDirectory(dir=raw, prefix="download-") as scratch:
+                for name in [f"{name}.gz" for name in names]:
+                    download_url(mirror + name, scratch, name, md5[name])
+                    os.replace(Path(scratch, name), raw / name)  # a file is there whole or not at all
+            return
+        except (OSError, RuntimeError, HTTPException) as error:
+            why = " ".join(f"download failed, {error}".split())
+    advice = f"put them there, unpacked or as .gz, or let root or PFLKIT_DATA name a folder with {source.__name__}/raw"
+    raise FileNotFoundError(f"{raw} lacks {', '.join(names)} ({why}); {advice}")
+
+
+def _npz(path):
+    """x, y and classes from the arrays `x` and `y` of an .npz file; ValueError, naming it, where they do not fit.
+
+    x: uint8 [n, H, W] or channel-last [n, H, W, C] with C 1, 3 or 4, pixels 0..255: normalised by `images`. Or
+    floats, taken as they are: [n, d], channel-first [n, C, H, W]; [n, H, W] gets one channel.
+    y [n]: integers or strings of any kind, or whole floats. Sorted, they become the classes 0..K-1, K at least 2.
+    """
+    unreadable = (KeyError, TypeError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
+    try:
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:  # np.load leaks a broken one
+            x, y = np.asarray(file["x"]), np.asarray(file["y"])
+    except unreadable as error:
+        why = " ".join(str(error).split())
+        raise ValueError(f"{path} is no .npz file of plain arrays x and y (no pickle): {why}") from None
+    _need(x.ndim >= 2 and x.size > 0, f"{path}: x must hold samples [n, ...], not an array of shape {x.shape}")
+    _need(y.ndim == 1, f"{path}: y must hold one label a sample, [n], not an array of shape {y.shape}")
+    _need(len(x) == len(y), f"{path}: x holds {len(x)} samples, y {len(y)} labels")
+    return _npz_samples(path, x), *_npz_labels(path, y)
+
+
+def _npz_samples(path, x):
+    """x as float32 [n, *shape]."""
+    if x.dtype == np.uint8:
+        fits = x.ndim == 3 or (x.ndim == 4 and x.shape[3] in (1, 3, 4))
+        _need(fits, f"{path}: uint8 x must be images [n, H, W] or [n, H, W, C] with C 1, 3 or 4, not {x.shape}")
+        return images(x, 255)
+    _need(x.dtype.kind == "f", f"{path}: x must be uint8 images or floats, not {x.dtype}")
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused below
+        x = torch.from_numpy(x.astype(np.float32, order="C"))
+    bad = int((~torch.isfinite(x)).flatten(1).any(1).sum())
+    _need(bad == 0, f"{path}: x holds NaN or infinity (as float32) in {bad} of {len(x)} samples")
+    return x[:, None] if x.ndim == 3 else x
+
+
+def _npz_labels(path, y):
+    """y int64 [n] in 0..K-1, and the K original labels, sorted."""
+    if y.dtype.kind == "f":
+        y = y.astype(np.float64)
+        whole = (np.abs(y) < 2**53) & (y == np.floor(y))  # false for NaN and infinity too
+        _need(whole.all(), f"{path}: y must hold whole numbers, not {y[~whole][:1].tolist()}")
+        y = y.astype(np.int64)
+    elif y.dtype.kind == "S":
+        y = np.char.decode(y, "utf-8", "backslashreplace")
+    _need(y.dtype.kind in "biuU", f"{path}: y must hold integers or strings, not {y.dtype}")
+    classes, index = np.unique(y, return_inverse=True)
+    _need(len(classes) >= 2, f"{path}: y holds one class, {classes.tolist()}; at least 2 are needed")
+    return index.astype(np.int64), tuple(classes.tolist())
+
+
+def _need(fits, complaint):
+    if not fits:
+        raise ValueError(complaint)

@@ -1,0 +1,170 @@
+"""The clients of a federation: their data, who joins a round, what travels, and how well their models do."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from pflkit import trees
+from pflkit.checks import choice, integer, real
+from pflkit.streams import rng
+from pflkit.training import Clients, Engine, Training, evaluate
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Part of a message that is one value for all its receivers: stored once, counted once for each of them."""
+
+    tree: Any
+
+
+@dataclass
+class State:
+    """What a method keeps between rounds: the server's tree, and the clients' tree [N, ...]."""
+
+    server: Any
+    kept: Any
+    round: int = 0
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round did. Arrays are per sampled client, in the order of `ids`."""
+
+    ids: np.ndarray
+    held: Any  # the models [C, ...] that the sampled clients hold after training
+    bytes_down: np.ndarray
+    bytes_up: np.ndarray
+    flops: np.ndarray
+    log: dict
+
+
+class Federation:
+    """N clients with a share of `dataset` each, and one `model` that they train.
+
+    join_ratio: the share of clients that join a round, or (low, high) from which each round draws anew; at least one
+    client joins. seed: of all of an experiment's random streams but the partition's. engine: auto, loop or threads.
+    device: "cpu", "cuda", ...; by default a GPU where there is one. Raises ValueError for what does not fit together.
+    """
+
+    def __init__(
+        self,
+        dataset,
+        partition,
+        model,
+        *,
+        training=None,
+        join_ratio=1.0,
+        seed=0,
+        engine="auto",
+        device=None,
+        dtype=torch.float32,
+    ):
+        if len(partition.y) != len(dataset.y) or not np.array_equal(partition.y, dataset.y):
+            raise ValueError(f"partition={partition.name!r}: was made for other labels than those of {dataset.name!r}")
+        if tuple(model.shape) != tuple(dataset.shape) or model.classes != dataset.num_classes:
+            raise ValueError(
+                f"model={model.name!r}: takes {model.shape} and {model.classes} classes, but {dataset.name!r} has "
+                f"{tuple(dataset.shape)} and {dataset.num_classes}"
+            )
+        self.dataset, self.partition, self.model = dataset, partition, model
+        self.training = training or Training()
+        self.join_ratio = _ratios(join_ratio)
+        self.seed = integer("seed", seed, 0)
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.dtype = choice("dtype", dtype, (torch.float32, torch.float64))
+        self.engine = Engine(engine, model, self.device)
+        self.train, self.test = self._place(partition.train), self._place(partition.test)
+        self.n = np.array([len(y) for _, y in self.train])
+        self._flop_cache = {}
+
+    def _place(self, parts):
+        """Each client's (x, y) on the device: views of one tensor in which a client's rows lie side by side."""
+        order, sizes = torch.from_numpy(np.concatenate(parts)), [len(part) for part in parts]
+        x = self.dataset.x[order]
+        x = x.to(self.device, self.dtype if x.is_floating_point() else None)
+        y = torch.from_numpy(self.dataset.y)[order].to(self.device)
+        return list(zip(x.split(sizes), y.split(sizes), strict=True))
+
+    @property
+    def num_clients(self):
+        return len(self.train)
+
+    def init(self):
+        """The initial model (extractor, head), the same for every client and every method."""
+        return trees.tree_map(
+            lambda t: t.to(self.device, self.dtype if t.is_floating_point() else None), self.model.init()
+        )
+
+    def each_client(self, tree):
+        """`tree` [...] copied for every client: [N, ...]."""
+        return trees.repeat(tree, self.num_clients)
+
+    def sample(self, round):
+        """The ids of `round`, sorted, drawn without replacement."""
+        draw = rng(self.seed, "ids", round)
+        low, high = (max(1, int(np.floor(ratio * self.num_clients + 0.5))) for ratio in self.join_ratio)
+        return np.sort(draw.choice(self.num_clients, int(draw.integers(low, high + 1)), replace=False))
+
+    def clients(self, ids, round, rounds):
+        """The clients `ids` with their training data, for one call of a method."""
+        data = [self.train[i] for i in ids]
+        return Clients(
+            self.model, data, ids, round, rounds, self.training, self.seed, self.engine, self._flop_cache
+        )
+
+    def start(self, method):
+        """The state before the first round."""
+        return State(method.server(self), method.client(self))
+
+    def play(self, method, state, rounds):
+        """One round of `method`: changes `state`, returns what happened."""
+        t = state.round + 1
+        ids = self.sample(t)
+        if hasattr(method, "joins"):
+            ids = method.joins(t, ids, np.arange(self.num_clients))
+        clients = self.clients(ids, t, rounds)
+        message = received(method.download(state.server, ids), len(ids))
+        kept, upload, held = method.local(clients, trees.take(state.kept, ids), message)
+        for part, tree in (("what it keeps", kept), ("its upload", upload), ("its model", held)):
+            _check_rows(method, part, tree, len(ids))
+        server = method.merge(state.server, ids, message, upload, clients.n)
+        trees.put(state.kept, ids, kept)
+        state.server, state.round = server, t
+        down, up = (np.full(len(ids), trees.nbytes(tree)) for tree in (message, upload))
+        return Round(ids, held, down, up, clients.flops, clients.log)
+
+    def deployed(self, method, state, rounds):
+        """The models [N, ...] that all clients would use on receiving the next message, before training on it."""
+        everyone = np.arange(self.num_clients)
+        message = received(method.download(state.server, everyone), self.num_clients)
+        clients = self.clients(everyone, state.round + 1, rounds)
+        return method.deploy(clients, trees.take(state.kept, everyone), message)
+
+    def score(self, held, ids):
+        """Correct answers [C] and mean loss [C] of the models `held` [C, ...] on the test data of clients `ids`."""
+        return evaluate(self.model, held, [self.test[i] for i in ids], self.engine)
+
+
+def received(message, clients):
+    """A message as `local` sees it: every leaf [clients, ...], shared ones a view of one value."""
+    return trees.tree_map(
+        lambda leaf: trees.expand(leaf.tree, clients) if isinstance(leaf, Shared) else leaf, message
+    )
+
+
+def _check_rows(method, part, tree, clients):
+    for name, leaf in trees.named_leaves(tree):
+        if not torch.is_tensor(leaf) or leaf.ndim == 0 or len(leaf) != clients:
+            what = tuple(leaf.shape) if torch.is_tensor(leaf) else type(leaf).__name__
+            raise ValueError(f"{type(method).__name__}.local: {part}, {name!r}, is {what}, must be [{clients}, ...]")
+
+
+def _ratios(join_ratio):
+    """(low, high) of a ratio or of a range of ratios, each above 0 and at most 1."""
+    low, high = join_ratio if isinstance(join_ratio, tuple | list) else (join_ratio, join_ratio)
+    low, high = (real("join_ratio", ratio, above=0, high=1) for ratio in (low, high))
+    if low > high:
+        raise ValueError(f"join_ratio={join_ratio!r}: the low end of a range must not be above its high end")
+    return low, high

@@ -1,0 +1,47 @@
+"""All methods by name. A new one is a file here, and a line in METHODS."""
+
+import dataclasses
+import types
+import typing
+
+from pflkit.checks import choice
+from pflkit.methods.fedah import FedAH
+from pflkit.methods.fedavg import FedAvg
+from pflkit.methods.fedavg_ft import FedAvgFT
+from pflkit.methods.fedper import FedPer
+from pflkit.methods.fedrep import FedRep
+from pflkit.methods.local import Local
+
+METHODS = {
+    "local": Local,
+    "fedavg": FedAvg,
+    "fedavg_ft": FedAvgFT,
+    "fedper": FedPer,
+    "fedrep": FedRep,
+    "fedah": FedAH,
+}
+
+
+def make(name, **settings):
+    """The method called `name` with `settings` of its own, e.g. make("fedah", weight_lr=1.0).
+
+    Raises ValueError naming an unknown method, an unknown setting, one of the wrong type, or an impossible value.
+    """
+    method = METHODS[choice("method", name, METHODS)]
+    types_of = {field.name: typing.get_type_hints(method)[field.name] for field in dataclasses.fields(method)}
+    for key, value in settings.items():
+        if key not in types_of:
+            allowed = ", ".join(types_of) or "none"
+            raise ValueError(f"{key}={value!r}: {name} has no such setting; its settings: {allowed}")
+        if not _fits(value, types_of[key]):
+            wanted = getattr(types_of[key], "__name__", types_of[key])
+            raise ValueError(f"{key}={value!r}: must be of type {wanted}")
+    return method(**settings)
+
+
+def _fits(value, kind):
+    if isinstance(kind, types.UnionType):
+        return any(_fits(value, k) for k in typing.get_args(kind))
+    if kind in (int, float):  # a whole number will do for a float; True and False are not numbers
+        return isinstance(value, int | kind) and not isinstance(value, bool)
+    return isinstance(value, kind)

@@ -1,0 +1,183 @@
+"""Models as pure functions: an extractor r and a head h, and where one ends and the other begins.
+
+    z = model.extract(r, x)         representations [B, r] of inputs x [B, ...]
+    logits = model.classify(h, z)   [B, classes]
+
+`r` and `h` are dicts of tensors. The bundled networks are chains of torch layers that run as plain functions of such a
+dict, so that many clients can use one model at once; any other torch module works too (`from_modules`).
+"""
+
+import copy
+import threading
+from collections import OrderedDict
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pflkit.checks import choice, integer
+from pflkit.streams import torch_seed
+
+
+class Trained(dict):
+    """Parameters while they are being trained: batch-norm and dropout work as in training on these, frozen on others."""
+
+
+LAYERS = {
+    nn.Conv2d: lambda layer, p, n, x: F.conv2d(
+        x, p[n + ".weight"], p[n + ".bias"], layer.stride, layer.padding, layer.dilation, layer.groups
+    ),
+    nn.Linear: lambda layer, p, n, x: F.linear(x, p[n + ".weight"], p[n + ".bias"]),
+    nn.MaxPool2d: lambda layer, p, n, x: F.max_pool2d(x, layer.kernel_size, layer.stride),
+    nn.ReLU: lambda layer, p, n, x: F.relu(x),
+    nn.Flatten: lambda layer, p, n, x: x.flatten(1),
+}
+
+
+class Part:
+    """A torch module as a pure function: part(params, x).
+
+    A linear layer, or a chain of the layers above, is run by torch.nn.functional. Any other module is called through
+    torch.func.functional_call on a copy of its own in each thread: a module shared by threads mixes up their parameters.
+    """
+
+    def __init__(self, module):
+        self.module = module
+        self.plain = type(module) is nn.Sequential and all(type(layer) in LAYERS for layer in module)
+        self.buffers = frozenset(name for name, _ in module.named_buffers())
+        kinds = {type(m) for m in module.modules()}
+        self.batch_norm = any(issubclass(k, nn.modules.batchnorm._BatchNorm) for k in kinds)
+        self.dropout = any(issubclass(k, nn.modules.dropout._DropoutNd) for k in kinds)
+        self._copies = threading.local()
+
+    def __call__(self, params, x):
+        if type(self.module) is nn.Linear:
+            return F.linear(x, params["weight"], params["bias"])
+        if self.plain:
+            for name, layer in self.module.named_children():
+                x = LAYERS[type(layer)](layer, params, name, x)
+            return x
+        if not hasattr(self._copies, "module"):
+            self._copies.module = copy.deepcopy(self.module)
+        module = self._copies.module.train(isinstance(params, Trained))
+        return torch.func.functional_call(module, dict(params), (x,))
+
+    def state(self):
+        """The module's own parameters and buffers, copied: the initial values."""
+        return {name: t.detach().clone() for name, t in self.module.state_dict().items()}
+
+    def __getstate__(self):  # threads' copies stay behind when a model goes to another process
+        return {k: v for k, v in self.__dict__.items() if k != "_copies"}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state, _copies=threading.local())
+
+
+class Model:
+    """An extractor and a head for inputs of `shape` (one sample) and `classes` classes.
+
+    Raises ValueError where the modules do not turn a batch [B, *shape] into logits [B, classes].
+    """
+
+    def __init__(self, name, extractor, head, shape, classes):
+        self.name, self.shape, self.classes = name, tuple(shape), classes
+        self.extractor, self.head = Part(extractor), Part(head)
+        parts = (self.extractor, self.head)
+        self.batch_norm, self.dropout = any(p.batch_norm for p in parts), any(p.dropout for p in parts)
+        self.convolutional = any(isinstance(m, nn.Conv2d) for p in parts for m in p.module.modules())
+        try:
+            with torch.no_grad():
+                self.features = self.extract(self.extractor.state(), torch.zeros(2, *self.shape)).shape[1:].numel()
+                out = self.predict(self.init(), torch.zeros(2, *self.shape))
+        except (RuntimeError, IndexError, KeyError) as error:
+            raise ValueError(f"model={name!r}: does not fit inputs of shape {self.shape}: {error}") from error
+        if out.shape != (2, classes):
+            raise ValueError(f"model={name!r}: gives {tuple(out.shape)} for a batch of 2, must be (2, {classes})")
+
+    def extract(self, r, x):
+        """Representations [B, ...] of inputs `x` [B, *shape] by the extractor's parameters `r`."""
+        return self.extractor(r, x)
+
+    def classify(self, h, z):
+        """Logits [B, classes] of representations `z` by the head's parameters `h`."""
+        return self.head(h, z)
+
+    def predict(self, params, x):
+        """Logits [B, classes] of inputs `x`; `params` = (extractor, head)."""
+        return self.classify(params[1], self.extract(params[0], x))
+
+    def init(self):
+        """The model's initial parameters (extractor, head)."""
+        return self.extractor.state(), self.head.state()
+
+
+def from_modules(extractor, head, shape, classes, name="custom"):
+    """A Model of your own two torch modules; their present values are the initial parameters."""
+    return Model(name, extractor, head, shape, classes)
+
+
+def cnn(shape, classes):
+    """The 4-layer CNN of the FedAH paper (its reference [8]): two 5x5 convolutions without padding, two linear layers.
+
+    582,026 parameters for 1x28x28 and 10 classes.
+    """
+    channels, height, width = _image("cnn", shape, 16)
+    after = [((side - 4) // 2 - 4) // 2 for side in (height, width)]
+    return [
+        *[("conv1", nn.Conv2d(channels, 32, 5)), ("pool1", nn.MaxPool2d(2)), ("relu1", nn.ReLU())],
+        *[("conv2", nn.Conv2d(32, 64, 5)), ("pool2", nn.MaxPool2d(2)), ("relu2", nn.ReLU())],
+        *[("flat", nn.Flatten()), ("fc1", nn.Linear(64 * after[0] * after[1], 512)), ("relu3", nn.ReLU())],
+        ("fc2", nn.Linear(512, classes)),
+    ]  # pooling before ReLU gives the same values and gradients as after it, on a quarter of the numbers
+
+
+def cnn_small(shape, classes):
+    """A CNN for small images such as the 8x8 digits: two padded 3x3 convolutions, two linear layers (ours)."""
+    channels, height, width = _image("cnn-small", shape, 4)
+    return [
+        *[("conv1", nn.Conv2d(channels, 16, 3, padding=1)), ("pool1", nn.MaxPool2d(2)), ("relu1", nn.ReLU())],
+        *[("conv2", nn.Conv2d(16, 32, 3, padding=1)), ("pool2", nn.MaxPool2d(2)), ("relu2", nn.ReLU())],
+        *[("flat", nn.Flatten()), ("fc1", nn.Linear(32 * (height // 4) * (width // 4), 64)), ("relu3", nn.ReLU())],
+        ("fc2", nn.Linear(64, classes)),
+    ]
+
+
+def mlp(shape, classes):
+    """One hidden layer of 64 units (ours): the quickest model, for small inputs."""
+    return [
+        *[("flat", nn.Flatten()), ("fc1", nn.Linear(torch.Size(shape).numel(), 64)), ("relu1", nn.ReLU())],
+        ("fc2", nn.Linear(64, classes)),
+    ]
+
+
+MODELS = {"cnn": cnn, "cnn-small": cnn_small, "mlp": mlp}
+
+
+def build(name, shape, classes, *, head_layers=1, seed=0):
+    """A bundled model for inputs of `shape`, cut so that the head is its last `head_layers` layers with parameters.
+
+    `head_layers` from 0 (all is extractor, the head is empty) to the number of such layers (all is head). Initial values
+    are torch's default, drawn from `seed`; the global random state is left alone. Raises ValueError for an unknown name,
+    a cut that does not exist and a model that does not fit the inputs.
+    """
+    choice("model", name, MODELS)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch_seed(seed, "weights"))
+        layers = MODELS[name](tuple(shape), classes)
+    cuts = [i for i, (_, layer) in enumerate(layers) if any(True for _ in layer.parameters())]
+    integer("head_layers", head_layers, 0, len(cuts))
+    cut = [*cuts, len(layers)][len(cuts) - head_layers]
+    if head_layers == len(cuts):
+        cut = 0  # what comes before the first parameters, a flattening, goes with them
+    extractor, head = (nn.Sequential(OrderedDict(part)) for part in (layers[:cut], layers[cut:]))
+    return Model(name, extractor, head[0] if len(head) == 1 else head, shape, classes)  # one layer: "weight", "bias"
+
+
+def _image(name, shape, least):
+    if len(shape) != 3 or min(shape[1:]) < least:
+        others = ", ".join(repr(m) for m in MODELS if m != name)
+        raise ValueError(
+            f"model={name!r}: does not fit inputs of shape {tuple(shape)}: needs images (channels, height, width) "
+            f"of at least {least} x {least}; try {others}"
+        )
+    return shape

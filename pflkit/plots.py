@@ -1,0 +1,108 @@
+"""Figures in one house style: legible, colour-blind-safe, units on the axes.
+
+Every function draws on the axes `ax` if given, else on a new figure, and returns the figure. New figures are not kept
+by pyplot: as the last expression of a notebook cell they are shown once, and a loop that makes many leaks none.
+"""
+
+from contextlib import contextmanager
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+import seaborn as sns
+from matplotlib.ticker import MaxNLocator
+
+COLOURS = sns.color_palette("colorblind").as_hex()
+STYLE = {
+    **sns.plotting_context("notebook", font_scale=0.9),
+    **sns.axes_style("whitegrid", {"grid.color": "0.92", "axes.edgecolor": "0.6", "axes.axisbelow": True}),
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.prop_cycle": mpl.cycler(color=COLOURS),
+    "legend.frameon": False,
+    "figure.dpi": 110,
+}
+
+
+def style():
+    """A context that gives figures of your own the house style: `with plots.style(): fig, axs = plt.subplots(1, 2)`."""
+    return mpl.rc_context(STYLE)
+
+
+@contextmanager
+def axes(ax=None, width=7.0, height=4.0):
+    """In the house style: `ax`, or the axes of a new figure of width x height inches."""
+    with style():
+        if ax is None:
+            ax = plt.subplots(figsize=(width, height), layout="constrained")[1]
+            plt.close(ax.figure)  # pyplot forgets it; the figure itself lives as long as the caller holds it
+        yield ax
+        ax.figure.canvas.figure.draw_without_rendering()  # ticks are made on drawing, and must be made in this style
+
+
+def bubbles(partition, ax=None):
+    """Who holds what: a disc for each client (x) and class (y), its area in proportion to their samples."""
+    counts = partition.counts()
+    clients, classes = counts.shape
+    with axes(ax, np.clip(2.5 + 0.28 * clients, 5, 11), np.clip(1.2 + 0.28 * classes, 3.2, 8)) as ax:
+        ax.set(title=_title(partition), xlabel="client", ylabel="class")
+        ax.set(xlim=(-0.7, clients - 0.3), ylim=(-0.7, classes - 0.3))
+        _whole_ticks(ax.xaxis, clients)
+        _whole_ticks(ax.yaxis, classes)
+        unit = _disc_area(ax, clients, classes) / counts.max()  # square points for one sample
+        client, label = np.nonzero(counts)
+        look = {"color": COLOURS[0], "alpha": 0.85, "linewidths": 0}
+        ax.scatter(client, label, np.maximum(unit * counts[client, label], 2), **look)  # one sample is still seen
+        for count in _round_counts(counts.max()):
+            ax.scatter([], [], max(unit * count, 2), label=f"{count:,}", **look)
+        ax.legend(title="samples", loc="center left", bbox_to_anchor=(1, 0.5), labelspacing=0.9)
+    return ax.figure
+
+
+def sizes(partition, ax=None):
+    """How much each client holds: training and test samples, stacked."""
+    table = partition.describe()
+    with axes(ax, np.clip(2.5 + 0.28 * len(table), 5, 11), 3.2) as ax:
+        ax.bar(table.client, table.train, 0.8, color=COLOURS[0], linewidth=0, label="train")
+        ax.bar(table.client, table.test, 0.8, bottom=table.train, color=COLOURS[1], linewidth=0, label="test")
+        ax.set(title=_title(partition), xlabel="client", ylabel="samples", xlim=(-0.7, len(table) - 0.3))
+        _whole_ticks(ax.xaxis, len(table))
+        ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+        ax.grid(axis="x", visible=False)
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    return ax.figure
+
+
+def _title(partition):
+    """The scheme with the settings that tell it from its siblings, such as `dirichlet, beta=0.1`."""
+    shown = {k: v for k, v in partition.settings.items() if k in ("beta", "classes")}
+    shown |= {k: True for k in ("grouped", "balanced", "capped") if partition.settings.get(k)}
+    words = [k if v is True else f"{k}={v}" for k, v in shown.items()]
+    return ", ".join([partition.name.replace("_", " "), *words])
+
+
+def _whole_ticks(axis, n):
+    """Ticks at whole numbers of 0..n-1: all of them up to 20, else about ten."""
+    if n <= 20:
+        axis.set_ticks(range(n))
+    else:
+        axis.set_major_locator(MaxNLocator(10, integer=True, steps=[1, 2, 5, 10]))
+
+
+def _disc_area(ax, columns, rows):
+    """Area in square points (as scatter wants it) of a disc about as large as a cell of a columns x rows grid."""
+    ax.figure.canvas.figure.draw_without_rendering()  # lays the figure out
+    box = ax.get_window_extent()
+    cell = 72 / ax.figure.dpi * np.sqrt(box.width / columns * box.height / rows)
+    return np.clip(1.1 * cell, 4, 24) ** 2
+
+
+def _round_counts(largest):
+    """Up to three round numbers for a legend: the last of 1, 2, 5, 10, 20, ... up to `largest`, its 5th and 25th part.
+
+    >>> _round_counts(1797), _round_counts(60), _round_counts(1)
+    ([40, 200, 1000], [2, 10, 50], [1])
+    """
+    top = max(m * 10**e for e in range(len(str(largest))) for m in (1, 2, 5) if m * 10**e <= largest)
+    return sorted({top // 25, top // 5, top} - {0})

@@ -1,0 +1,289 @@
+"""Every sampled client's own SGD: exact, one client after the other (loop) or several at once (threads).
+
+A client's steps are its own: its batches, its last short batch included, its momentum. So its result is the same to
+the bit whoever else trains, in whatever order, on one thread or many.
+"""
+
+import contextlib
+import functools
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from pflkit import trees
+from pflkit.checks import boolean, choice, integer, real
+from pflkit.models import Trained
+from pflkit.streams import rng, torch_seed
+
+ROWS = 100  # samples a forward pass without gradients takes at once: the fastest size measured on a CPU
+
+
+@dataclass(frozen=True)
+class Training:
+    """How clients train locally. Defaults: the FedAH paper's protocol (arXiv 2412.01295) for its 4-layer CNN.
+
+    `clip` bounds the norm of each step's gradient (None: no bound). `drop_last` leaves out an epoch's last short batch,
+    as other code does; then a client with fewer than `batch_size` samples does not train at all.
+    """
+
+    lr: float = 0.005
+    batch_size: int = 10
+    epochs: int = 1
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip: float | None = None
+    drop_last: bool = False
+
+    def __post_init__(self):
+        real("lr", self.lr, 0)
+        integer("batch_size", self.batch_size, 1)
+        integer("epochs", self.epochs, 0)
+        real("momentum", self.momentum, 0, 1)
+        real("weight_decay", self.weight_decay, 0)
+        if self.clip is not None:
+            real("clip", self.clip, above=0)
+        boolean("drop_last", self.drop_last)
+
+
+class Engine:
+    """Runs one function per client: `loop`, or `threads` with one client a thread; `auto` picks.
+
+    Threads pay off for convolutions on a CPU; the small steps of an MLP only wait for each other there. Their number is
+    torch.get_num_threads(), so OMP_NUM_THREADS and torch.set_num_threads limit it. Inside, each client's arithmetic
+    always runs on one intra-op thread: on small models more of them are slower, and the numbers would change with them.
+    """
+
+    def __init__(self, name="auto", model=None, device="cpu"):
+        choice("engine", name, ("auto", "loop", "threads"))
+        threads_help = model is not None and model.convolutional and torch.device(device).type == "cpu"
+        self.name = name if name != "auto" else "threads" if threads_help else "loop"
+        if model is not None and model.dropout:
+            self.name = "loop"  # dropout draws from torch's one global generator, seeded client by client
+
+    def each(self, f, sizes):
+        """f(i) for every client i, the largest `sizes[i]` first. The first exception of any client is raised."""
+        largest_first = np.argsort(-np.asarray(sizes), kind="stable").tolist()
+        workers = min(torch.get_num_threads(), len(largest_first))
+        with _one_thread():
+            if self.name == "loop" or workers < 2:
+                return [f(i) for i in largest_first]
+            return list(_pool(os.getpid(), workers).map(f, largest_first))
+
+
+class Clients:
+    """The sampled clients as a method's `local` sees them: their own data, and nothing of the server or of others.
+
+    ids [C] client numbers; n [C] numbers of training samples; round, rounds (counted from 1); model. `sgd` and
+    `through` are what methods are made of. `log` collects mean losses [C] by phase, `flops` [C] the work done.
+    """
+
+    def __init__(self, model, data, ids, round, rounds, training, seed, engine, flop_cache):
+        self.model, self.data, self.ids, self.round, self.rounds = model, data, ids, round, rounds
+        self.training, self.seed, self.engine, self._flop_cache = training, seed, engine, flop_cache
+        self.n = np.array([len(y) for _, y in data])
+        self.log, self.flops = {}, np.zeros(len(data))
+
+    def sgd(self, loss, params, *fixed, phase="train", project=None, **rule):
+        """Each client's SGD on its own data, from `params` [C, ...]; returns the trained tree, with memory of its own.
+
+        loss(model, params, batch, *fixed) is of ONE client: trees without the client axis and batch = (x [B, ...],
+        y [B]); it returns a scalar, or (scalar, {name: scalar}) whose values are recorded too. `fixed` are trees
+        [C, ...] that stand still. `rule` overrides fields of Training: lr, epochs, momentum, ... `project`, a function
+        of one tensor, is applied to every trained tensor after each step. `phase` names the random stream of the
+        batches. Raises FloatingPointError, naming round, client and phase, where a loss or parameter is not finite.
+        """
+        rule = replace(self.training, **rule)
+        trained = [leaf.is_floating_point() and not self._is_buffer(name) for name, leaf in trees.named_leaves(params)]
+        out = trees.tree_map(lambda t: torch.empty(t.shape, dtype=t.dtype, device=t.device), params)
+        if not any(trained) or rule.epochs == 0:
+            return trees.clone(params)
+        seen = [None] * len(self.data)
+        skip_singles = self.model.batch_norm and any(self._is_buffer(name) for name, _ in trees.named_leaves(params))
+
+        def client(i):
+            own = _own(trees.row(params, i))
+            batches = self._batches(i, phase, rule, skip_singles)
+            arguments = loss, own, [trees.row(f, i) for f in fixed], self.data[i], trained, batches, rule, project
+            with self._dropout(i, phase):
+                seen[i] = _descend(self.model, *arguments)
+            for whole, part in zip(trees.leaves(out), trees.leaves(own), strict=True):
+                whole[i] = part.detach()
+
+        step = functools.partial(_first_step, self.model, loss, params, fixed, self.data, trained)
+        self._count((loss, tuple(trained)), step, rule.epochs)
+        self.engine.each(client, self.n)
+        self._record(phase, seen, out)
+        return out
+
+    def through(self, extractor):
+        """The same clients with features [n, r] for inputs, computed once by the frozen `extractor` [C, ...]."""
+        features = [None] * len(self.data)
+
+        def client(i):
+            r = _own(trees.row(extractor, i))
+            features[i] = _forward(lambda x: self.model.extract(r, x), self.data[i][0])
+
+        def two_samples():
+            self.model.extract(trees.row(extractor, 0), self.data[0][0][[0, -1]])
+
+        with torch.no_grad():
+            self._count("through", two_samples, epochs=1)
+            self.engine.each(client, self.n)
+        behind = Clients.__new__(Clients)
+        behind.__dict__.update(self.__dict__)  # log and flops stay common to both
+        behind.data = [(z, y) for z, (_, y) in zip(features, self.data, strict=True)]
+        return behind
+
+    def _is_buffer(self, name):
+        return name.rsplit("/")[-1] in self.model.extractor.buffers | self.model.head.buffers
+
+    def _batches(self, i, phase, rule, skip_singles):
+        """Client i's batches of indices: each epoch's full ones, then its short last one."""
+        for epoch in range(rule.epochs):
+            order = rng(self.seed, "batches", self.round, int(self.ids[i]), phase, epoch).permutation(int(self.n[i]))
+            order = torch.from_numpy(order).to(self.data[i][1].device)
+            for batch in order.split(rule.batch_size):
+                if rule.drop_last and len(batch) < rule.batch_size:
+                    continue
+                if skip_singles and len(batch) == 1:  # one sample has no variance for batch-norm to divide by
+                    skipped = self.log.setdefault("skipped", np.zeros(len(self.data)))
+                    skipped[i] += 1
+                    continue
+                yield batch
+
+    @contextlib.contextmanager
+    def _dropout(self, i, phase):
+        if not self.model.dropout:
+            yield
+            return
+        device = self.data[i][1].device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(torch_seed(self.seed, "dropout", self.round, int(self.ids[i]), phase))
+            yield
+
+    def _count(self, work, step, epochs):
+        """Adds the FLOPs of `work` to every client's: those of one plain step on two samples, measured once."""
+        key = (work, self.data[0][0].shape[1:])
+        if key not in self._flop_cache:
+            with _one_thread(), torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
+                step()
+            self._flop_cache[key] = counter.get_total_flops() / 2
+        self.flops += self._flop_cache[key] * epochs * self.n
+
+    def _record(self, phase, seen, out):
+        finite = np.array([all(bool(t[i].isfinite().all()) for t in trees.leaves(out)) for i in range(len(seen))])
+        for name in sorted({name for values in seen for name in values}):
+            means = np.array([float(values.get(name, np.nan)) for values in seen])
+            self.log[phase if name == "loss" else f"{phase}.{name}"] = means
+            if name == "loss":
+                finite &= np.isfinite(means) | np.array([not values for values in seen])
+        if not finite.all():
+            who = int(self.ids[np.argmin(finite)])
+            raise FloatingPointError(
+                f"round {self.round}, client {who}, phase {phase!r}: training diverged (loss or parameters are not "
+                f"finite); a smaller lr may help"
+            )
+
+
+def evaluate(model, params, data, engine):
+    """Correct answers [C] and mean cross-entropy [C] of each client's model `params` [C, ...] on its own `data`."""
+    correct, loss = np.zeros(len(data), dtype=np.int64), np.zeros(len(data))
+
+    def client(i):
+        own, (x, y) = _own(trees.row(params, i)), data[i]
+        logits = _forward(lambda rows: model.predict(own, rows), x)
+        correct[i] = int((logits.argmax(1) == y).sum())
+        loss[i] = float(F.cross_entropy(logits, y))
+
+    with torch.no_grad():
+        engine.each(client, [len(y) for _, y in data])
+    return correct, loss
+
+
+def _descend(model, loss, own, fixed, data, trained, batches, rule, project):
+    """One client's SGD steps on `own`, in place. Mean values by name over the samples seen; {} if there were none."""
+    x, y = data
+    own = _trained(own)
+    moving = [leaf.requires_grad_() for leaf, moves in zip(trees.leaves(own), trained, strict=True) if moves]
+    velocity, totals, samples = None, {}, 0
+    for batch in batches:
+        value = loss(model, own, (x[batch], y[batch]), *fixed)
+        value, extras = value if isinstance(value, tuple) else (value, {})
+        grads = torch.autograd.grad(value, moving, allow_unused=True, materialize_grads=True)
+        with torch.no_grad():
+            if rule.clip is not None:
+                norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
+                grads = [g * (rule.clip / norm.clamp(min=rule.clip)) for g in grads]
+            if rule.weight_decay:
+                grads = [g.add(p, alpha=rule.weight_decay) for g, p in zip(grads, moving, strict=True)]
+            if rule.momentum:
+                old = velocity or [torch.zeros_like(g) for g in grads]
+                velocity = grads = [v.mul_(rule.momentum).add_(g) for v, g in zip(old, grads, strict=True)]
+            for p, g in zip(moving, grads, strict=True):
+                p.sub_(g, alpha=rule.lr)
+                if project is not None:
+                    p.copy_(project(p))
+            for name, amount in {"loss": value, **extras}.items():
+                totals[name] = totals.get(name, 0) + amount.detach() * len(batch)
+        samples += len(batch)
+    for leaf in moving:
+        leaf.requires_grad_(False)
+    return {name: float(total) / samples for name, total in totals.items()}
+
+
+def _first_step(model, loss, params, fixed, data, trained):
+    """The first client's gradient on two samples, for the FLOP counter."""
+    x, y = data[0]
+    own = _trained(trees.tree_map(torch.clone, trees.row(params, 0)))
+    moving = [leaf.requires_grad_() for leaf, moves in zip(trees.leaves(own), trained, strict=True) if moves]
+    rows = [0, -1]
+    value = loss(model, own, (x[rows], y[rows]), *(trees.row(f, 0) for f in fixed))
+    torch.autograd.grad(value[0] if isinstance(value, tuple) else value, moving, allow_unused=True)
+
+
+def _forward(f, x):
+    """f on all rows of x, in pieces; pieces never cross clients, so that rounding does not depend on the others."""
+    return torch.cat([f(rows) for rows in x.split(ROWS)])
+
+
+def _trained(tree):
+    if isinstance(tree, tuple):
+        return tuple(_trained(part) for part in tree)
+    return Trained((name, _trained(part)) for name, part in tree.items()) if isinstance(tree, dict) else tree
+
+
+def _own(tree):
+    """A client's own copy of a tree; on a CPU with convolution kernels laid out channels-last.
+
+    Strides are spelt out because torch takes a kernel of one input channel for channels-last as it is, and then
+    computes the whole layer the slow way: a step of the 4-layer CNN on grey images takes 1.6 times as long.
+    """
+
+    def copy(t):
+        if t.ndim != 4 or t.device.type != "cpu":
+            return t.clone()
+        _, c, h, w = t.shape
+        return torch.empty_strided(t.shape, (h * w * c, 1, w * c, c), dtype=t.dtype).copy_(t)
+
+    return trees.tree_map(copy, tree)
+
+
+@contextlib.contextmanager
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@functools.cache
+def _pool(pid, workers):
+    """One pool per process (a forked child must not wait for its parent's threads)."""
+    return ThreadPoolExecutor(workers, thread_name_prefix="pflkit", initializer=torch.set_num_threads, initargs=(1,))

@@ -1,0 +1,112 @@
+"""Arithmetic on trees: dicts and tuples of tensors, nested, as one value.
+
+A model's parameters are the tree `(extractor, head)`, two dicts of tensors. The parameters of C clients are the same
+tree with a leading client axis: every leaf is [C, ...]. Functions here are values in, values out; only `put` writes.
+"""
+
+import numpy as np
+import torch
+
+
+def tree_map(f, *trees):
+    """`f` of the corresponding leaves of `trees`, which have one structure; the result has it too."""
+    first = trees[0]
+    if isinstance(first, dict):
+        return type(first)({name: tree_map(f, *(tree[name] for tree in trees)) for name in first})
+    if isinstance(first, tuple):
+        return tuple(tree_map(f, *parts) for parts in zip(*trees, strict=True))
+    return f(*trees)
+
+
+def named_leaves(tree, path=""):
+    """(name, tensor) for each leaf, in a fixed order; names join keys and positions: "0/conv1.weight"."""
+    if isinstance(tree, dict | tuple):
+        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        return [leaf for key, part in items for leaf in named_leaves(part, f"{path}/{key}" if path else str(key))]
+    return [(path, tree)]
+
+
+def leaves(tree):
+    """The tensors of `tree`, in the order of `named_leaves`."""
+    return [leaf for _, leaf in named_leaves(tree)]
+
+
+def take(tree, ids):
+    """Rows `ids` of every leaf [N, ...], copied: [len(ids), ...]."""
+    return tree_map(lambda t: t[torch.as_tensor(ids, device=t.device)], tree)
+
+
+def put(tree, ids, rows):
+    """Writes `rows` [len(ids), ...] over rows `ids` of every leaf of `tree` [N, ...], in place."""
+    for t, r in zip(leaves(tree), leaves(rows), strict=True):
+        t[torch.as_tensor(ids, device=t.device)] = r
+
+
+def row(tree, i):
+    """Client i's part of every leaf [C, ...], a view without the client axis."""
+    return tree_map(lambda t: t[i], tree)
+
+
+def expand(tree, clients):
+    """One value for all: every leaf [...] seen as [clients, ...], stored once."""
+    return tree_map(lambda t: t.expand(clients, *t.shape), tree)
+
+
+def repeat(tree, clients):
+    """`clients` copies of every leaf [...], each with memory of its own: [clients, ...]."""
+    return tree_map(lambda t: t.expand(clients, *t.shape).clone(), tree)
+
+
+def clone(tree):
+    """The same values in new memory."""
+    return tree_map(torch.clone, tree)
+
+
+def ones_like(tree):
+    """A tree of ones with the shapes of `tree`."""
+    return tree_map(torch.ones_like, tree)
+
+
+def full_like(tree, value):
+    """A tree of `value` with the shapes of `tree`."""
+    return tree_map(lambda t: torch.full_like(t, value), tree)
+
+
+def lerp(start, end, weight):
+    """start + (end - start) * weight, element by element; all three are trees of one structure."""
+    return tree_map(torch.lerp, start, end, weight)
+
+
+def average(tree, weights):
+    """The weighted mean over the client axis: leaves [C, ...] -> [...].
+
+    `weights` [C] are non-negative and not all zero, e.g. the clients' numbers of training samples; they are divided by
+    their sum. Sums run in float64, so that the mean of equal rows is that row to the bit. Integer leaves (batch-norm's
+    counters) stay integers: their mean is rounded.
+    """
+    w = np.asarray(weights, dtype=np.float64)
+    if w.ndim != 1 or not np.isfinite(w).all() or w.min() < 0 or w.sum() == 0:
+        raise ValueError(f"weights={weights!r}: must be non-negative numbers, one a client, not all zero")
+    w = w / w.sum()
+
+    def mean(t):
+        if len(t) != len(w):
+            raise ValueError(f"weights={weights!r}: {len(w)} weights for {len(t)} clients")
+        total = torch.zeros(t.shape[1:], dtype=torch.float64, device=t.device)
+        for weight, client in zip(w, t, strict=True):
+            total.add_(client.to(torch.float64), alpha=float(weight))
+        return (total if t.is_floating_point() else total.round()).to(t.dtype)
+
+    return tree_map(mean, tree)
+
+
+def nbytes(tree):
+    """Bytes of each client's part of `tree` (leaves [C, ...]); an empty tree has 0."""
+    return sum(t[0].numel() * t.element_size() for t in leaves(tree))
+
+
+def unequal(a, b):
+    """The largest absolute difference between two trees; 0.0 means equal to the bit (NaN is never equal)."""
+    pairs = zip(leaves(a), leaves(b), strict=True)
+    worst = [float((x.double() - y.double()).abs().max()) for x, y in pairs if x.numel()]
+    return float("nan") if any(w != w for w in worst) else max(worst, default=0.0)
