@@ -36,8 +36,7 @@ class Round:
     held: Any  # the models [C, ...] that the sampled clients hold after training
     bytes_down: np.ndarray
     bytes_up: np.ndarray
-    flops: np.ndarray
-    log: dict
+    clients: Clients  # their `log`, and `flops()`
 
 
 class Federation:
@@ -110,9 +109,7 @@ class Federation:
     def clients(self, ids, round, rounds):
         """The clients `ids` with their training data, for one call of a method."""
         data = [self.train[i] for i in ids]
-        return Clients(
-            self.model, data, ids, round, rounds, self.training, self.seed, self.engine, self._flop_cache
-        )
+        return Clients(self.model, data, ids, round, rounds, self.training, self.seed, self.engine, self._flop_cache)
 
     def start(self, method):
         """The state before the first round."""
@@ -133,7 +130,7 @@ class Federation:
         trees.put(state.kept, ids, kept)
         state.server, state.round = server, t
         down, up = (np.full(len(ids), trees.nbytes(tree)) for tree in (message, upload))
-        return Round(ids, held, down, up, clients.flops, clients.log)
+        return Round(ids, held, down, up, clients)
 
     def deployed(self, method, state, rounds):
         """The models [N, ...] that all clients would use on receiving the next message, before training on it."""
@@ -149,9 +146,7 @@ class Federation:
 
 def received(message, clients):
     """A message as `local` sees it: every leaf [clients, ...], shared ones a view of one value."""
-    return trees.tree_map(
-        lambda leaf: trees.expand(leaf.tree, clients) if isinstance(leaf, Shared) else leaf, message
-    )
+    return trees.tree_map(lambda leaf: trees.expand(leaf.tree, clients) if isinstance(leaf, Shared) else leaf, message)
 
 
 def _check_rows(method, part, tree, clients):

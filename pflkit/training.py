@@ -79,14 +79,14 @@ class Clients:
     """The sampled clients as a method's `local` sees them: their own data, and nothing of the server or of others.
 
     ids [C] client numbers; n [C] numbers of training samples; round, rounds (counted from 1); model. `sgd` and
-    `through` are what methods are made of. `log` collects mean losses [C] by phase, `flops` [C] the work done.
+    `through` are what methods are made of. `log` collects mean losses [C] by phase.
     """
 
     def __init__(self, model, data, ids, round, rounds, training, seed, engine, flop_cache):
         self.model, self.data, self.ids, self.round, self.rounds = model, data, ids, round, rounds
         self.training, self.seed, self.engine, self._flop_cache = training, seed, engine, flop_cache
         self.n = np.array([len(y) for _, y in data])
-        self.log, self.flops = {}, np.zeros(len(data))
+        self.log, self._work = {}, []
 
     def sgd(self, loss, params, *fixed, phase="train", project=None, **rule):
         """Each client's SGD on its own data, from `params` [C, ...]; returns the trained tree, with memory of its own.
@@ -129,15 +129,25 @@ class Clients:
             features[i] = _forward(lambda x: self.model.extract(r, x), self.data[i][0])
 
         def two_samples():
-            self.model.extract(trees.row(extractor, 0), self.data[0][0][[0, -1]])
+            with torch.no_grad():
+                self.model.extract(trees.row(extractor, 0), self.data[0][0][[0, -1]])
 
+        self._count("through", two_samples, epochs=1)
         with torch.no_grad():
-            self._count("through", two_samples, epochs=1)
             self.engine.each(client, self.n)
         behind = Clients.__new__(Clients)
-        behind.__dict__.update(self.__dict__)  # log and flops stay common to both
+        behind.__dict__.update(self.__dict__)  # the log, and the work counted, stay common to both
         behind.data = [(z, y) for z, (_, y) in zip(features, self.data, strict=True)]
         return behind
+
+    def flops(self):
+        """The FLOPs [C] of all that was trained so far: each kind of step is measured once, on two samples."""
+        for work, step, _ in self._work:
+            if work not in self._flop_cache:
+                with _one_thread(), torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
+                    step()
+                self._flop_cache[work] = counter.get_total_flops() / 2
+        return sum((self._flop_cache[work] * samples for work, _, samples in self._work), np.zeros(len(self.data)))
 
     def _is_buffer(self, name):
         return name.rsplit("/")[-1] in self.model.extractor.buffers | self.model.head.buffers
@@ -167,13 +177,7 @@ class Clients:
             yield
 
     def _count(self, work, step, epochs):
-        """Adds the FLOPs of `work` to every client's: those of one plain step on two samples, measured once."""
-        key = (work, self.data[0][0].shape[1:])
-        if key not in self._flop_cache:
-            with _one_thread(), torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
-                step()
-            self._flop_cache[key] = counter.get_total_flops() / 2
-        self.flops += self._flop_cache[key] * epochs * self.n
+        self._work.append(((work, self.data[0][0].shape[1:]), step, epochs * self.n))
 
     def _record(self, phase, seen, out):
         finite = np.array([all(bool(t[i].isfinite().all()) for t in trees.leaves(out)) for i in range(len(seen))])

@@ -1,0 +1,44 @@
+"""What a run cost, and when it got where: from a History's measured bytes, FLOPs and seconds.
+
+Bytes are counted where messages pass, for the sampled clients; evaluation causes no traffic. FLOPs are those of matrix
+products and convolutions (a multiply-add is two), forward and backward, of the clients' training.
+"""
+
+import pandas as pd
+
+from pflkit.checks import integer, real
+
+
+def per_round(history):
+    """Means over rounds: bytes down and up per sampled client; FLOPs and seconds of all of them, training only."""
+    rounds = history.rounds.dropna(subset="joined")
+    return pd.Series(
+        {
+            "bytes down / client": rounds["bytes_down"].sum() / rounds["joined"].sum(),
+            "bytes up / client": rounds["bytes_up"].sum() / rounds["joined"].sum(),
+            "FLOPs": rounds["flops"].mean(),
+            "seconds": rounds["seconds"].mean(),
+        }
+    )
+
+
+def rounds_to_convergence(history, patience=100, point=None):
+    """Rounds of training until the best accuracy, if it is older than `patience` evaluations at the end; else None.
+
+    The stopping rule of the FedAH paper's code, where `patience` is 100.
+    """
+    integer("patience", patience, 1)
+    curve = history.curve(point)
+    best = int(curve.to_numpy().argmax())
+    return int(curve.index[best]) if len(curve) - best > patience else None
+
+
+def bytes_to_target(history, target, point=None):
+    """Bytes, down and up together, until the mean accuracy first reaches `target` (0 to 1); None if it never does."""
+    real("target", target, 0, 1)
+    curve = history.curve(point)
+    reached = curve[curve >= target]
+    if reached.empty:
+        return None
+    rounds = history.rounds.dropna(subset="joined").set_index("round")
+    return int(rounds.loc[: reached.index[0], ["bytes_down", "bytes_up"]].to_numpy().sum())

@@ -1,0 +1,336 @@
+"""An experiment: rounds of one method on one federation, scored, saved, resumed, and the History they leave."""
+
+import hashlib
+import inspect
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from pflkit import checks, data, federation, models, streams, training, trees
+from pflkit import partition as partitions
+from pflkit.checks import boolean, integer
+from pflkit.methods import METHODS, make
+
+LR = {"cnn": 0.005, "cnn-small": 0.05, "mlp": 0.05}  # cnn: the FedAH paper; the others ours
+DEFAULT_MODEL = {"digits": "mlp", "fashion-mnist": "cnn"}
+
+
+@dataclass
+class History:
+    """What an experiment left.
+
+    clients: a row per round and client: round, client, joined, n_train, n_test, before, after, before_loss, after_loss,
+        bytes_down, bytes_up, flops. `before` is the accuracy on the client's own test data of the model it would use on
+        receiving the round's message, `after` that of the model it holds after local training (sampled clients only).
+    rounds: a row per round: round, joined, before and after (means over clients), before_pooled and after_pooled (over
+        test samples), bytes and flops (sums over clients), seconds (training), seconds_eval, and mean losses by phase.
+        The last row, round rounds+1, has `before` only: what all the training led to.
+    watch: a row per round and watched value: round, name, mean, quantiles, shares of exact zeros and ones.
+    product: where the method's own product stands, "before" (a global model) or "after" (personalized ones).
+    """
+
+    config: dict
+    product: str
+    rounds: pd.DataFrame
+    clients: pd.DataFrame
+    watch: pd.DataFrame
+    state: federation.State
+    loaded: str | None = None  # when the results read from disk were computed
+
+    def curve(self, point=None):
+        """Accuracy (mean over clients) by rounds of training done: a Series; `before` starts at 0 rounds."""
+        point = point or self.product
+        values = self.rounds.set_index("round")[point].dropna()
+        values.index = values.index - (point == "before")
+        return values
+
+    def summary(self):
+        """One number each: accuracy (mean over clients, last round, at the method's own point), before, after, best
+        (largest over rounds at that point, on test data: optimistic), bytes_up, bytes_down, flops and seconds in all."""
+        before, after = self.curve("before"), self.curve("after")
+        curve = {"before": before, "after": after}[self.product]
+        totals = {name: self.rounds[name].sum() for name in ("bytes_up", "bytes_down", "flops", "seconds")}
+        last = {
+            name: float(c.iloc[-1]) if len(c) else float("nan") for name, c in (("before", before), ("after", after))
+        }
+        return {"accuracy": last[self.product], **last, "best": float(curve.max())} | {
+            name: int(total) if name != "seconds" else float(total) for name, total in totals.items()
+        }
+
+
+def run(method, fed, rounds, *, eval_every=1, out=None, fresh=False, progress=0):
+    """Runs `method` on `fed` for `rounds` rounds and returns the History.
+
+    eval_every: accuracies are taken in every so many rounds, and always in the last. progress: a line is printed every
+    so many rounds (0: none). out: a folder; results go to out/<method>-<hash>/ as they come, a run that was cut short
+    goes on where it stopped, and one that is finished is read instead of repeated, unless `fresh`. The hash covers
+    the configuration and the source code of all that computes.
+    """
+    integer("rounds", rounds, 1)
+    integer("eval_every", eval_every, 1)
+    integer("progress", progress, 0)
+    boolean("fresh", fresh)
+    config = describe(method, fed, rounds, eval_every)
+    name, product = config["method"], getattr(method, "product", "after")
+    folder = Path(out) / f"{name}-{_hash(config)}" if out is not None else None
+    state = fed.start(method)
+    clients, watch, rows = [], [], []
+    if folder is not None and not fresh and (folder / "state.safetensors").exists():
+        rows, clients, watch = _load(folder, state)
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime((folder / "state.safetensors").stat().st_mtime))
+        if progress:
+            print(f"{name}: {state.round} of {rounds} rounds read from {folder}, computed {when}", flush=True)
+        if rows and rows[-1]["round"] > rounds:
+            return History(config, product, *map(pd.DataFrame, (rows, clients, watch)), state, loaded=when)
+    save = _Saver(folder, config)
+    while state.round < rounds:
+        t = state.round + 1
+        scored = (t - 1) % eval_every == 0 or t == rounds
+        row, of_clients, of_watch = _round(method, fed, state, rounds, scored)
+        rows, clients, watch = [*rows, row], clients + of_clients, watch + of_watch
+        if progress and (t % progress == 0 or t == rounds):
+            print(_line(name, row, rounds), flush=True)
+        if t < rounds:
+            save(state, rows, clients, watch)
+    start = time.perf_counter()
+    closing, of_clients = _before(method, fed, state, rounds)
+    rows.append({"round": rounds + 1, **closing, "seconds_eval": time.perf_counter() - start})
+    clients += of_clients
+    save(state, rows, clients, watch, at_once=True)
+    return History(config, product, *map(pd.DataFrame, (rows, clients, watch)), state)
+
+
+def experiment(
+    method="fedah",
+    dataset="digits",
+    model=None,
+    partition="dirichlet",
+    beta=None,
+    classes=None,
+    clients=20,
+    join_ratio=1.0,
+    rounds=10,
+    lr=None,
+    batch_size=10,
+    epochs=1,
+    seed=0,
+    settings=None,
+    engine="auto",
+    device=None,
+    data_root=None,
+    **options,
+):
+    """One experiment from plain values, as the command line and `sweep` give them; returns its History.
+
+    model and lr are by default the data set's and the model's; beta belongs to the Dirichlet partition, classes to the
+    pathological ones; settings are the method's own. Other `options`
+    (out, eval_every, fresh, progress) are those of `run`. Defaults: the FedAH paper's
+    protocol, but 10 rounds for its 2,000.
+    """
+    chosen = make(method, **(settings or {}))
+    integer("rounds", rounds, 1)
+    loaded = data.load(dataset, root=data_root)
+    name = model or DEFAULT_MODEL.get(dataset) or ("cnn" if _fits_cnn(loaded.shape) else "mlp")
+    net = models.build(name, loaded.shape, loaded.num_classes, seed=seed)
+    given = {key: value for key, value in (("beta", beta), ("classes", classes)) if value is not None}
+    split = partitions.make(partition, loaded.y, clients, seed=seed, **given)
+    rule = training.Training(lr=LR[name] if lr is None else lr, batch_size=batch_size, epochs=epochs)
+    fed = federation.Federation(
+        loaded, split, net, training=rule, join_ratio=join_ratio, seed=seed, engine=engine, device=device
+    )
+    return run(chosen, fed, rounds, **options)
+
+
+def _fits_cnn(shape):
+    return len(shape) == 3 and min(shape[1:]) >= 16
+
+
+def _round(method, fed, state, rounds, scored):
+    """Plays and scores one round: (a row for History.rounds, rows for clients, rows for watch)."""
+    t, start = state.round + 1, time.perf_counter()
+    row, of_clients = _before(method, fed, state, rounds) if scored else ({}, [])
+    scoring = time.perf_counter() - start
+    start = time.perf_counter()
+    result = fed.play(method, state, rounds)
+    seconds = time.perf_counter() - start
+    if scored:
+        start = time.perf_counter()
+        columns, mean, pooled = _score(fed, result.held, result.ids, "after")
+        scoring += time.perf_counter() - start
+        row |= {"after": mean, "after_pooled": pooled}
+    else:
+        columns = {}
+    columns |= {"bytes_down": result.bytes_down, "bytes_up": result.bytes_up, "flops": result.clients.flops()}
+    by_client = {entry["client"]: entry for entry in of_clients}
+    for j, i in enumerate(result.ids.tolist()):
+        entry = by_client.setdefault(i, _client(fed, t, i))
+        entry |= {"joined": True} | {name: _plain(values[j]) for name, values in columns.items()}
+    losses = {f"loss.{phase}": float(np.nanmean(v)) for phase, v in result.clients.log.items() if not np.isnan(v).all()}
+    row = {"round": t, "joined": len(result.ids)} | row
+    row |= {name: int(columns[name].sum()) for name in ("bytes_down", "bytes_up", "flops")}
+    row |= {"seconds": seconds, "seconds_eval": scoring} | losses
+    watched = method.watch(state.server, state.kept) if hasattr(method, "watch") else {}
+    stats = [{"round": t, "name": name} | _statistics(tree) for name, tree in watched.items()]
+    return row, [by_client[i] for i in sorted(by_client)], stats
+
+
+def _before(method, fed, state, rounds):
+    """All clients' models on receiving the next message, scored: (columns for rounds, rows for clients)."""
+    everyone = np.arange(fed.num_clients)
+    columns, mean, pooled = _score(fed, fed.deployed(method, state, rounds), everyone, "before")
+    of_clients = [
+        _client(fed, state.round + 1, i) | {name: _plain(values[i]) for name, values in columns.items()}
+        for i in everyone.tolist()
+    ]
+    return {"before": mean, "before_pooled": pooled}, of_clients
+
+
+def _score(fed, held, ids, point):
+    """({point: accuracies [C], point_loss: losses [C]}, mean over clients, accuracy over all their samples)."""
+    correct, loss = fed.score(held, ids)
+    n = np.array([len(fed.test[i][1]) for i in ids])
+    return {point: correct / n, f"{point}_loss": loss}, float((correct / n).mean()), float(correct.sum() / n.sum())
+
+
+def _client(fed, t, i):
+    n_train, n_test = len(fed.train[i][1]), len(fed.test[i][1])
+    return {"round": t, "client": i, "joined": False, "n_train": n_train, "n_test": n_test}
+
+
+def _statistics(tree):
+    values = torch.cat([leaf.flatten() for leaf in trees.leaves(tree)]).double()
+    levels = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+    ordered = values.sort().values  # torch.quantile refuses more than 16 million values
+    quantiles = {f"q{round(100 * p):02d}": float(ordered[round(p * (len(ordered) - 1))]) for p in levels}
+    ends = {"share_0": float((values == 0).double().mean()), "share_1": float((values == 1).double().mean())}
+    return {"mean": float(values.mean())} | quantiles | ends
+
+
+def _plain(value):
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _line(name, row, rounds):
+    accuracy = "".join(f"  {point} {row[point]:.4f}" for point in ("before", "after") if point in row)
+    megabytes = f"up {row['bytes_up'] / 1e6:.2f} MB  down {row['bytes_down'] / 1e6:.2f} MB"
+    return f"{name}  round {row['round']:>{len(str(rounds))}}/{rounds}{accuracy}  {megabytes}  {row['seconds']:.1f} s"
+
+
+# --- what a run is, on disk ------------------------------------------------------------------------------------------
+
+
+def describe(method, fed, rounds, eval_every=1):
+    """All that a result depends on, as plain values; the source code enters as a hash."""
+    names = {cls: name for name, cls in METHODS.items()}
+    weights = hashlib.sha256(b"".join(t.numpy().tobytes() for t in trees.leaves(fed.model.init())))
+    return {
+        "method": names.get(type(method), type(method).__name__),
+        "settings": asdict(method) if is_dataclass(method) else {},
+        "dataset": {"name": fed.dataset.name, "fingerprint": fed.dataset.fingerprint},
+        "partition": {"name": fed.partition.name, **fed.partition.settings, "fingerprint": fed.partition.fingerprint},
+        "clients": fed.num_clients,
+        "model": {
+            "name": fed.model.name,
+            "modules": [str(p.module) for p in (fed.model.extractor, fed.model.head)],
+            "weights": weights.hexdigest()[:16],
+        },
+        "training": asdict(fed.training),
+        "join_ratio": fed.join_ratio,
+        "rounds": rounds,
+        "eval_every": eval_every,
+        "seed": fed.seed,
+        "engine": fed.engine.name,
+        "device": fed.device.type,
+        "dtype": str(fed.dtype),
+        "torch": torch.__version__,
+        "code": _code(method, fed.model),
+    }
+
+
+def _code(method, model):
+    """A hash of the source of what computes: the package up to here, the method's module and the methods it uses."""
+    package = [trees, checks, streams, data, partitions, models, training, federation, sys.modules[__name__]]
+    sources = [inspect.getsource(module) for module in package]
+    seen, todo = set(), [type(method).__module__]
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        used = {getattr(value, "__module__", None) for value in vars(sys.modules[name]).values()}
+        todo += sorted(u for u in used if isinstance(u, str) and u.startswith("pflkit.methods."))
+    custom = [type(m) for part in (model.extractor, model.head) for m in part.module.modules()]
+    custom = {kind for kind in custom if not kind.__module__.startswith("torch.")}
+    things = [sys.modules[name] if name != "__main__" else type(method) for name in sorted(seen)]
+    for thing in [*things, *sorted(custom, key=lambda kind: kind.__qualname__)]:
+        try:
+            sources.append(inspect.getsource(thing))
+        except (OSError, TypeError):  # typed into a console: no source to be had, its name must do
+            sources.append(repr(thing))
+    return hashlib.sha256("\0".join(sources).encode()).hexdigest()[:16]
+
+
+def _hash(config):
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:12]
+
+
+class _Saver:
+    """Writes a run's results, each file in one piece, whenever that costs under a twentieth of the time since last."""
+
+    def __init__(self, folder, config):
+        self.folder, self.due = folder, 0.0
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            _write(folder / "config.json", lambda path: path.write_text(json.dumps(config, indent=2) + "\n"))
+
+    def __call__(self, state, rows, clients, watch, at_once=False):
+        start = time.perf_counter()
+        if self.folder is None or (start < self.due and not at_once):
+            return
+        for name, table in (("rounds", rows), ("history", clients), ("watch", watch)):
+            _write(self.folder / f"{name}.csv", lambda path, t=table: pd.DataFrame(t).to_csv(path, index=False))
+        # The state goes last: whatever is cut short, the tables hold at least the rounds that the state has.
+        named = dict(trees.named_leaves((state.server, state.kept)))
+        tensors = {name: t.detach().cpu().contiguous() for name, t in named.items()}
+        _write(self.folder / "state.safetensors", lambda path: save_file(tensors, path, {"round": str(state.round)}))
+        now = time.perf_counter()
+        self.due = now + 20 * (now - start)
+
+
+def _write(path, write):
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    write(scratch)
+    os.replace(scratch, path)
+
+
+def _load(folder, state):
+    """Fills `state` from disk; the rows of the tables up to its round, and the closing ones if the run was finished."""
+    with safe_open(folder / "state.safetensors", "pt") as file:
+        state.round = int(file.metadata()["round"])
+        for name, leaf in trees.named_leaves((state.server, state.kept)):
+            leaf.copy_(file.get_tensor(name))
+    last = json.loads((folder / "config.json").read_text())["rounds"]
+    end = last + 1 if state.round == last else state.round
+    tables = [_read(folder / f"{name}.csv") for name in ("rounds", "history", "watch")]
+    return [
+        [{k: v for k, v in row.items() if v == v} for row in table[table["round"] <= end].to_dict("records")]
+        if len(table)
+        else []
+        for table in tables
+    ]
+
+
+def _read(path):
+    try:
+        return pd.read_csv(path, float_precision="round_trip")
+    except pd.errors.EmptyDataError:
+        return pd.DataFrame()

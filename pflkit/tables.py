@@ -1,0 +1,72 @@
+"""Tables of results: accuracies and costs of several methods, as CSV and Markdown."""
+
+from pathlib import Path
+
+import pandas as pd
+
+from pflkit import costs
+
+
+def accuracy(runs):
+    """A row per method: accuracies in %, mean over clients, and mean ± standard deviation over seeds where there are
+    several. `runs`: {name: a History, or a list of them, one a seed}.
+
+    own: the last round at the method's own point; best: its best round on test data (optimistic); before, after: the
+    last round before and after local training; range: from the worst client to the best at the method's own point.
+    """
+    rows = {}
+    for name, histories in _lists(runs).items():
+        seeds = pd.DataFrame([h.summary() for h in histories])
+        clients = pd.concat([last_per_client(h) for h in histories])
+        rows[name] = {
+            "own": _spread(seeds["accuracy"]),
+            "best": _spread(seeds["best"]),
+            "before": _spread(seeds["before"]),
+            "after": _spread(seeds["after"]),
+            "range": f"{100 * clients.min():.0f} to {100 * clients.max():.0f}",
+        }
+    return pd.DataFrame(rows).T.rename_axis("method")
+
+
+def cost(runs):
+    """A row per method: bytes per sampled client and round, FLOPs of a round, of the first seed's run."""
+    rows = {name: costs.per_round(histories[0]) for name, histories in _lists(runs).items()}
+    table = pd.DataFrame(rows).T.drop(columns="seconds").rename_axis("method")
+    return table.astype("int64")
+
+
+def seconds(runs):
+    """A row per method: mean seconds of training a round. Kept apart, because they change from run to run."""
+    rows = {name: costs.per_round(histories[0])["seconds"] for name, histories in _lists(runs).items()}
+    return pd.DataFrame({"seconds a round": rows}).rename_axis("method")
+
+
+def last_per_client(history):
+    """The accuracy of each client in the last scored round at the method's own point: a Series by client."""
+    scored = history.clients.dropna(subset=history.product)
+    last = scored[scored["round"] == scored["round"].max()]
+    return last.set_index("client")[history.product]
+
+
+def save(table, path):
+    """Writes `table` as `path`.csv and `path`.md."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table.to_csv(path.with_suffix(".csv"))
+    path.with_suffix(".md").write_text(markdown(table))
+
+
+def markdown(table):
+    """`table` with its index, as a Markdown table."""
+    rows = table.reset_index().astype(str)
+    lines = [rows.columns, ["---"] * len(rows.columns), *rows.to_numpy()]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def _lists(runs):
+    return {name: h if isinstance(h, list) else [h] for name, h in runs.items()}
+
+
+def _spread(values):
+    text = f"{100 * values.mean():.1f}"
+    return text if len(values) == 1 else f"{text} ± {100 * values.std():.1f}"
