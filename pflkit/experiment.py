@@ -55,13 +55,12 @@ class History:
 
     def summary(self):
         """One number each: accuracy (mean over clients, last round, at the method's own point), before, after, best
-        (largest over rounds at that point, on test data: optimistic), bytes_up, bytes_down, flops and seconds in all."""
+        (largest over rounds at that point, on test data: optimistic); bytes_up, bytes_down, flops, seconds in all.
+        """
         before, after = self.curve("before"), self.curve("after")
         curve = {"before": before, "after": after}[self.product]
         totals = {name: self.rounds[name].sum() for name in ("bytes_up", "bytes_down", "flops", "seconds")}
-        last = {
-            name: float(c.iloc[-1]) if len(c) else float("nan") for name, c in (("before", before), ("after", after))
-        }
+        last = {"before": float(before.iloc[-1]), "after": float(after.iloc[-1])}
         return {"accuracy": last[self.product], **last, "best": float(curve.max())} | {
             name: int(total) if name != "seconds" else float(total) for name, total in totals.items()
         }

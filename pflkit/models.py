@@ -20,7 +20,7 @@ from pflkit.streams import torch_seed
 
 
 class Trained(dict):
-    """Parameters while they are being trained: batch-norm and dropout work as in training on these, frozen on others."""
+    """Parameters being trained: on these, batch-norm and dropout work as in training; on others, as in evaluation."""
 
 
 LAYERS = {
@@ -38,7 +38,7 @@ class Part:
     """A torch module as a pure function: part(params, x).
 
     A linear layer, or a chain of the layers above, is run by torch.nn.functional. Any other module is called through
-    torch.func.functional_call on a copy of its own in each thread: a module shared by threads mixes up their parameters.
+    torch.func.functional_call on a copy of its own in each thread: threads sharing a module mix up their parameters.
     """
 
     def __init__(self, module):
@@ -156,9 +156,9 @@ MODELS = {"cnn": cnn, "cnn-small": cnn_small, "mlp": mlp}
 def build(name, shape, classes, *, head_layers=1, seed=0):
     """A bundled model for inputs of `shape`, cut so that the head is its last `head_layers` layers with parameters.
 
-    `head_layers` from 0 (all is extractor, the head is empty) to the number of such layers (all is head). Initial values
-    are torch's default, drawn from `seed`; the global random state is left alone. Raises ValueError for an unknown name,
-    a cut that does not exist and a model that does not fit the inputs.
+    `head_layers` goes from 0 (all is extractor, the head is empty) to the number of such layers (all is head). Initial
+    values are torch's default, drawn from `seed`; the global random state is left alone. Raises ValueError for an
+    unknown name, a cut that does not exist and a model that does not fit the inputs.
     """
     choice("model", name, MODELS)
     with torch.random.fork_rng(devices=[]):

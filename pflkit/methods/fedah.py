@@ -45,7 +45,7 @@ from pflkit.trees import average, full_like, lerp, tree_map
 
 
 def aggregate_head(h_local, h_global, W):
-    """The mixed head ĥ = h_local + (h_global − h_local) ⊙ W; three trees of one structure, e.g. {"weight": [K, r], ...}.
+    """The mixed head ĥ = h_local + (h_global − h_local) ⊙ W; all trees of one structure, e.g. {"weight": [K, r], ...}.
 
     >>> mixed = aggregate_head({"b": torch.tensor([0.0, 0.0])}, {"b": torch.tensor([1.0, 2.0])},
     ...                        {"b": torch.tensor([0.5, 1.0])})
@@ -130,7 +130,7 @@ class FedAH:
         return {"W": kept["W"]}
 
     def mix(self, behind, kept, h_global):
-        """Steps 2 and 3: the learned weights and the mixed head. W follows its plain rule, without momentum or decay."""
+        """Steps 2 and 3: the learned weights and the mixed head. W's rule is plain, without momentum or decay."""
         rule = {"lr": self.weight_lr, "epochs": self.weight_epochs, "momentum": 0, "weight_decay": 0, "clip": None}
         heads = kept["head"], h_global
         W = behind.sgd(weights_loss, kept["W"], *heads, project=clip01, phase="weights", **rule)
