@@ -42,9 +42,10 @@ class Round:
 class Federation:
     """N clients with a share of `dataset` each, and one `model` that they train.
 
-    join_ratio: the share of clients that join a round, or (low, high) from which each round draws anew; at least one
-    client joins. seed: of all of an experiment's random streams but the partition's. engine: auto, loop or threads.
-    device: "cpu", "cuda", ...; by default a GPU where there is one. Raises ValueError for what does not fit together.
+    join_ratio: the share of clients that join a round, or (low, high) from which each round draws anew; rounded to
+    whole clients (halves up), and at least one joins. seed: of all of an experiment's random streams but the
+    partition's. engine: auto, loop or threads. device: "cpu", "cuda", ...; by default a GPU where there is one.
+    Raises ValueError for what does not fit together.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Federation:
         device=None,
         dtype=torch.float32,
     ):
-        if len(partition.y) != len(dataset.y) or not np.array_equal(partition.y, dataset.y):
+        if not np.array_equal(partition.y, dataset.y):
             raise ValueError(f"partition={partition.name!r}: was made for other labels than those of {dataset.name!r}")
         if tuple(model.shape) != tuple(dataset.shape) or model.classes != dataset.num_classes:
             raise ValueError(
@@ -68,10 +69,12 @@ class Federation:
                 f"{tuple(dataset.shape)} and {dataset.num_classes}"
             )
         self.dataset, self.partition, self.model = dataset, partition, model
-        self.training = training or Training()
+        self.training = Training() if training is None else training
+        if not isinstance(self.training, Training):
+            raise ValueError(f"training={training!r}: must be a Training, e.g. Training(lr=0.05)")
         self.join_ratio = _ratios(join_ratio)
         self.seed = integer("seed", seed, 0)
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = _device(device)
         self.dtype = choice("dtype", dtype, (torch.float32, torch.float64))
         self.engine = Engine(engine, model, self.device)
         self.train, self.test = self._place(partition.train), self._place(partition.test)
@@ -112,8 +115,11 @@ class Federation:
         return Clients(self.model, data, ids, round, rounds, self.training, self.seed, self.engine, self._flop_cache)
 
     def start(self, method):
-        """The state before the first round."""
-        return State(method.server(self), method.client(self))
+        """The state before the first round. No two tensors of what clients keep share memory: `play` writes to it."""
+        server, kept = method.server(self), method.client(self)
+        _check(method, "server", server)
+        _check(method, "client", kept, self.num_clients)
+        return State(server, _unshared(kept))
 
     def play(self, method, state, rounds):
         """One round of `method`: changes `state`, returns what happened."""
@@ -122,11 +128,15 @@ class Federation:
         if hasattr(method, "joins"):
             ids = method.joins(t, ids, np.arange(self.num_clients))
         clients = self.clients(ids, t, rounds)
-        message = received(method.download(state.server, ids), len(ids))
+        message = self._send(method, state, ids)
         kept, upload, held = method.local(clients, trees.take(state.kept, ids), message)
-        for part, tree in (("what it keeps", kept), ("its upload", upload), ("its model", held)):
-            _check_rows(method, part, tree, len(ids))
+        _check(method, "local: what it keeps", kept, len(ids))
+        _check(method, "local: its upload", upload, len(ids))
+        _check(method, "local: its model", held, len(ids))
+        _check_same(method, "local: what it keeps", kept, state.kept, axes=1)
         server = method.merge(state.server, ids, message, upload, clients.n)
+        _check(method, "merge", server)
+        _check_same(method, "merge", server, state.server, axes=0)
         trees.put(state.kept, ids, kept)
         state.server, state.round = server, t
         down, up = (np.full(len(ids), trees.nbytes(tree)) for tree in (message, upload))
@@ -135,9 +145,16 @@ class Federation:
     def deployed(self, method, state, rounds):
         """The models [N, ...] that all clients would use on receiving the next message, before training on it."""
         everyone = np.arange(self.num_clients)
-        message = received(method.download(state.server, everyone), self.num_clients)
+        message = self._send(method, state, everyone)
         clients = self.clients(everyone, state.round + 1, rounds)
-        return method.deploy(clients, trees.take(state.kept, everyone), message)
+        held = method.deploy(clients, trees.take(state.kept, everyone), message)
+        _check(method, "deploy", held, self.num_clients)
+        return held
+
+    def _send(self, method, state, ids):
+        message = received(method.download(state.server, ids), len(ids))
+        _check(method, "download", message, len(ids))
+        return message
 
     def score(self, held, ids):
         """Correct answers [C] and mean loss [C] of the models `held` [C, ...] on the test data of clients `ids`."""
@@ -145,21 +162,61 @@ class Federation:
 
 
 def received(message, clients):
-    """A message as `local` sees it: every leaf [clients, ...], shared ones a view of one value."""
-    return trees.tree_map(lambda leaf: trees.expand(leaf.tree, clients) if isinstance(leaf, Shared) else leaf, message)
+    """A message as `local` sees it: every leaf [clients, ...], shared ones a view of one copy of the server's value."""
+
+    def part(leaf):
+        return trees.expand(trees.clone(leaf.tree), clients) if isinstance(leaf, Shared) else leaf
+
+    return trees.tree_map(part, message)
 
 
-def _check_rows(method, part, tree, clients):
+def _check(method, part, tree, clients=None):
+    """Refuses what a method's function returned, unless its leaves are tensors: [clients, ...] where that is given."""
     for name, leaf in trees.named_leaves(tree):
-        if not torch.is_tensor(leaf) or leaf.ndim == 0 or len(leaf) != clients:
-            what = tuple(leaf.shape) if torch.is_tensor(leaf) else type(leaf).__name__
-            raise ValueError(f"{type(method).__name__}.local: {part}, {name!r}, is {what}, must be [{clients}, ...]")
+        if not torch.is_tensor(leaf) or (clients is not None and leaf.shape[:1] != (clients,)):
+            what = list(leaf.shape) if torch.is_tensor(leaf) else type(leaf).__name__
+            must = "a tensor" if clients is None else f"[{clients}, ...]"
+            raise ValueError(f"{type(method).__name__}.{part}, {name!r}, is {what}, must be {must}")
+
+
+def _check_same(method, part, tree, start, axes):
+    """Refuses a tree that has not the names, dtypes and shapes (but for the first `axes`) that `start` had."""
+    now, was = ({n: f"{list(t.shape[axes:])} of {t.dtype}" for n, t in trees.named_leaves(x)} for x in (tree, start))
+    for name in sorted(now.keys() | was.keys()):
+        if now.get(name) != was.get(name):
+            raise ValueError(
+                f"{type(method).__name__}.{part}, {name!r}, is {now.get(name, 'missing')}, "
+                f"at the start it was {was.get(name, 'missing')}"
+            )
+
+
+def _unshared(tree):
+    """The same tree; a leaf with memory in common with an earlier leaf, or with itself, is copied."""
+    seen = set()
+
+    def own(t):
+        memory = t.untyped_storage().data_ptr()
+        if memory in seen or not t.is_contiguous():
+            return t.clone(memory_format=torch.contiguous_format)
+        seen.add(memory)
+        return t
+
+    return trees.tree_map(own, tree)
+
+
+def _device(name):
+    """`name` as a torch device that works here; None: a GPU where there is one."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ValueError(f"device={name!r}: cannot be used here: {str(error).splitlines()[0]}") from error
 
 
 def _ratios(join_ratio):
     """(low, high) of a ratio or of a range of ratios, each above 0 and at most 1."""
-    low, high = join_ratio if isinstance(join_ratio, tuple | list) else (join_ratio, join_ratio)
-    low, high = (real("join_ratio", ratio, above=0, high=1) for ratio in (low, high))
-    if low > high:
-        raise ValueError(f"join_ratio={join_ratio!r}: the low end of a range must not be above its high end")
-    return low, high
+    ends = join_ratio if isinstance(join_ratio, tuple | list) else (join_ratio, join_ratio)
+    ends = tuple(real("join_ratio", ratio, above=0, high=1) for ratio in ends)
+    if len(ends) != 2 or ends[0] > ends[1]:
+        raise ValueError(f"join_ratio={join_ratio!r}: a range must be (low, high), low not above high")
+    return ends

@@ -23,7 +23,7 @@ class Trained(dict):
     """Parameters being trained: on these, batch-norm and dropout work as in training; on others, as in evaluation."""
 
 
-LAYERS = {
+LAYERS = {  # the layers of the bundled models, with the settings that occur there
     nn.Conv2d: lambda layer, p, n, x: F.conv2d(
         x, p[n + ".weight"], p[n + ".bias"], layer.stride, layer.padding, layer.dilation, layer.groups
     ),
@@ -37,13 +37,13 @@ LAYERS = {
 class Part:
     """A torch module as a pure function: part(params, x).
 
-    A linear layer, or a chain of the layers above, is run by torch.nn.functional. Any other module is called through
-    torch.func.functional_call on a copy of its own in each thread: threads sharing a module mix up their parameters.
+    A linear layer, or the chain of layers of a bundled model (`plain`), is run by torch.nn.functional. Any other module
+    is called through torch.func.functional_call on a copy of its own in each thread: threads sharing a module mix up
+    their parameters.
     """
 
-    def __init__(self, module):
-        self.module = module
-        self.plain = type(module) is nn.Sequential and all(type(layer) in LAYERS for layer in module)
+    def __init__(self, module, plain=False):
+        self.module, self.plain = module, plain
         self.buffers = frozenset(name for name, _ in module.named_buffers())
         kinds = {type(m) for m in module.modules()}
         self.batch_norm = any(issubclass(k, nn.modules.batchnorm._BatchNorm) for k in kinds)
@@ -52,7 +52,7 @@ class Part:
 
     def __call__(self, params, x):
         if type(self.module) is nn.Linear:
-            return F.linear(x, params["weight"], params["bias"])
+            return F.linear(x, params["weight"], params.get("bias"))
         if self.plain:
             for name, layer in self.module.named_children():
                 x = LAYERS[type(layer)](layer, params, name, x)
@@ -76,20 +76,28 @@ class Part:
 class Model:
     """An extractor and a head for inputs of `shape` (one sample) and `classes` classes.
 
-    Raises ValueError where the modules do not turn a batch [B, *shape] into logits [B, classes].
+    Raises ValueError where the modules do not turn a batch [B, *shape] into logits [B, classes], and where they cannot
+    be told apart as trees of tensors: two layers that share a parameter, or one name for a parameter and a buffer.
     """
 
-    def __init__(self, name, extractor, head, shape, classes):
+    def __init__(self, name, extractor, head, shape, classes, plain=False):
         self.name, self.shape, self.classes = name, tuple(shape), classes
-        self.extractor, self.head = Part(extractor), Part(head)
+        self.extractor, self.head = Part(extractor, plain), Part(head, plain)
         parts = (self.extractor, self.head)
         self.batch_norm, self.dropout = any(p.batch_norm for p in parts), any(p.dropout for p in parts)
         self.convolutional = any(isinstance(m, nn.Conv2d) for p in parts for m in p.module.modules())
+        named = [item for p in parts for item in p.module.named_parameters(remove_duplicate=False)]
+        self.buffers = self.extractor.buffers | self.head.buffers
+        if len({id(p) for _, p in named}) < len(named) or self.buffers & {n for n, _ in named}:
+            raise ValueError(f"model={name!r}: every parameter needs a tensor of its own and a name that no buffer has")
         try:
-            with torch.no_grad():
-                self.features = self.extract(self.extractor.state(), torch.zeros(2, *self.shape)).shape[1:].numel()
-                out = self.predict(self.init(), torch.zeros(2, *self.shape))
-        except (RuntimeError, IndexError, KeyError) as error:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                two = torch.zeros(2, *self.shape)
+                self.features = self.extract(self.extractor.state(), two).shape[1:].numel()
+                out, before = self.predict(self.init(), two), torch.get_rng_state()
+                self.predict(tuple(map(Trained, self.init())), two)  # F.dropout in a custom module shows only here
+                self.dropout |= not torch.equal(before, torch.get_rng_state())
+        except (RuntimeError, IndexError, KeyError, ValueError) as error:
             raise ValueError(f"model={name!r}: does not fit inputs of shape {self.shape}: {error}") from error
         if out.shape != (2, classes):
             raise ValueError(f"model={name!r}: gives {tuple(out.shape)} for a batch of 2, must be (2, {classes})")
@@ -161,8 +169,11 @@ def build(name, shape, classes, *, head_layers=1, seed=0):
     unknown name, a cut that does not exist and a model that does not fit the inputs.
     """
     choice("model", name, MODELS)
+    integer("classes", classes, 1)
+    for side in shape:
+        integer("shape", side, 1)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(torch_seed(seed, "weights"))
+        torch.default_generator.manual_seed(torch_seed(seed, "weights"))  # the CPU's: no GPU's state is touched
         layers = MODELS[name](tuple(shape), classes)
     cuts = [i for i, (_, layer) in enumerate(layers) if any(True for _ in layer.parameters())]
     integer("head_layers", head_layers, 0, len(cuts))
@@ -170,7 +181,8 @@ def build(name, shape, classes, *, head_layers=1, seed=0):
     if head_layers == len(cuts):
         cut = 0  # what comes before the first parameters, a flattening, goes with them
     extractor, head = (nn.Sequential(OrderedDict(part)) for part in (layers[:cut], layers[cut:]))
-    return Model(name, extractor, head[0] if len(head) == 1 else head, shape, classes)  # one layer: "weight", "bias"
+    head = head[0] if len(head) == 1 else head  # one layer: "weight", "bias"
+    return Model(name, extractor, head, shape, classes, plain=True)
 
 
 def _image(name, shape, least):

@@ -4,13 +4,17 @@ Every function draws on the axes `ax` if given, else on a new figure, and return
 by pyplot: as the last expression of a notebook cell they are shown once, and a loop that makes many leaks none.
 """
 
+import re
 from contextlib import contextmanager
+from pathlib import Path
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 import seaborn as sns
 from matplotlib.ticker import MaxNLocator
+
+from pflkit import tables
 
 COLOURS = sns.color_palette("colorblind").as_hex()
 STYLE = {
@@ -23,6 +27,13 @@ STYLE = {
     "legend.frameon": False,
     "figure.dpi": 110,
 }
+
+# One colour and marker a method in every figure of the project, whoever else is in it.
+METHODS = (
+    *("fedavg", "fedrep", "fedah", "fedgh", "fedper", "fedapa", "fedala", "local", "fedprox", "fedavg_ft"),
+    *("perfedavg", "fedmeta", "pfedme", "ditto", "fedfomo", "apple", "fedamp", "moon", "fedproto", "lgfedavg"),
+    *("fd", "fml", "fedkd", "fedphp", "pfedhn", "fedpac", "dbe"),
+)
 
 
 def style():
@@ -72,6 +83,60 @@ def sizes(partition, ax=None):
         ax.grid(axis="x", visible=False)
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return ax.figure
+
+
+def look(name):
+    """Colour, marker and line of a method; a variant of it, such as "fedah, weight_lr=1", has its line dashed."""
+    base = re.split(r"[ ,(]", name)[0]
+    i = METHODS.index(base) if base in METHODS else len(METHODS)
+    line = "-" if name == base else "--"
+    return {"color": COLOURS[i % len(COLOURS)], "marker": "osD^vPX<>"[i % 9], "linestyle": line}
+
+
+def curves(runs, point=None, ax=None):
+    """Accuracy by rounds of training: the mean over seeds, in a band of one standard deviation.
+
+    `runs` is {name: a History, or a list of them, one a seed}; `point` is "before" or "after" local training, by
+    default each method's own. Methods are listed in the order of their last values.
+    """
+    table = tables.curves(runs, point)
+    stats = table.groupby(["method", "rounds"])["accuracy"].agg(["mean", "std"]).fillna(0) * 100
+    last = stats["mean"].groupby("method").last().sort_values(ascending=False)
+    with axes(ax) as ax:
+        for name in last.index:
+            line = stats.loc[name]
+            every = max(1, len(line) // 8)
+            ax.plot(line.index, line["mean"], label=name, markevery=every, markersize=5, linewidth=1.6, **look(name))
+            low, high = line["mean"] - line["std"], line["mean"] + line["std"]
+            ax.fill_between(line.index, low, high, color=look(name)["color"], alpha=0.15, linewidth=0)
+        ax.set(xlabel="rounds of training", ylabel="accuracy, mean over clients (%)")
+        ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    return ax.figure
+
+
+def per_client(runs, ax=None):
+    """Each client's accuracy in the last round at the method's own point: a dot a client, a bar at their mean.
+
+    `runs` as in `curves`; of several seeds the first is shown.
+    """
+    firsts = {name: h[0] if isinstance(h, list) else h for name, h in runs.items()}
+    with axes(ax, 7, 0.9 + 0.45 * len(firsts)) as ax:
+        for row, (name, history) in enumerate(firsts.items()):
+            values = 100 * tables.last_per_client(history)
+            ax.scatter(values, np.full(len(values), row), s=28, color=look(name)["color"], alpha=0.6, linewidths=0)
+            ax.plot([values.mean()] * 2, [row - 0.3, row + 0.3], color="0.15", linewidth=2)
+        ax.set(xlabel="accuracy of each client (%); bars: mean over clients", ylim=(len(firsts) - 0.5, -0.5))
+        ax.set_yticks(range(len(firsts)), firsts)
+    return ax.figure
+
+
+def save(figure, path, table=None):
+    """Writes `figure` as `path`.png, and the numbers behind it, `table`, as `path`.csv."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(f"{path}.png", dpi=110, metadata={"Software": None})
+    if table is not None:
+        table.to_csv(f"{path}.csv", index=False)
 
 
 def _title(partition):

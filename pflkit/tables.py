@@ -41,6 +41,26 @@ def seconds(runs):
     return pd.DataFrame({"seconds a round": rows}).rename_axis("method")
 
 
+def curves(runs, point=None):
+    """Accuracies behind a plot of curves: method, seed (0, 1, ...), rounds of training, accuracy (client mean)."""
+    parts = [
+        history.curve(point).rename_axis("rounds").rename("accuracy").reset_index().assign(method=name, seed=seed)
+        for name, histories in _lists(runs).items()
+        for seed, history in enumerate(histories)
+    ]
+    return pd.concat(parts)[["method", "seed", "rounds", "accuracy"]].reset_index(drop=True)
+
+
+def per_client(runs):
+    """Accuracies behind `plots.per_client`: method, client, n_train, n_test, accuracy in the last round; first seed."""
+    parts = []
+    for name, histories in _lists(runs).items():
+        sizes = histories[0].clients.drop_duplicates("client").set_index("client")[["n_train", "n_test"]]
+        accuracy = last_per_client(histories[0]).rename("accuracy")
+        parts.append(sizes.join(accuracy, how="inner").reset_index().assign(method=name))
+    return pd.concat(parts)[["method", "client", "n_train", "n_test", "accuracy"]].reset_index(drop=True)
+
+
 def last_per_client(history):
     """The accuracy of each client in the last scored round at the method's own point: a Series by client."""
     scored = history.clients.dropna(subset=history.product)
@@ -50,10 +70,9 @@ def last_per_client(history):
 
 def save(table, path):
     """Writes `table` as `path`.csv and `path`.md."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    table.to_csv(path.with_suffix(".csv"))
-    path.with_suffix(".md").write_text(markdown(table))
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    table.to_csv(f"{path}.csv")
+    Path(f"{path}.md").write_text(markdown(table))
 
 
 def markdown(table):

@@ -102,7 +102,7 @@ class Clients:
         out = trees.tree_map(lambda t: torch.empty(t.shape, dtype=t.dtype, device=t.device), params)
         if not any(trained) or rule.epochs == 0:
             return trees.clone(params)
-        seen = [None] * len(self.data)
+        seen, samples = [None] * len(self.data), np.zeros(len(self.data))
         skip_singles = self.model.batch_norm and any(self._is_buffer(name) for name, _ in trees.named_leaves(params))
 
         def client(i):
@@ -110,13 +110,13 @@ class Clients:
             batches = self._batches(i, phase, rule, skip_singles)
             arguments = loss, own, [trees.row(f, i) for f in fixed], self.data[i], trained, batches, rule, project
             with self._dropout(i, phase):
-                seen[i] = _descend(self.model, *arguments)
+                seen[i], samples[i] = _descend(self.model, *arguments)
             for whole, part in zip(trees.leaves(out), trees.leaves(own), strict=True):
                 whole[i] = part.detach()
 
-        step = functools.partial(_first_step, self.model, loss, params, fixed, self.data, trained)
-        self._count((loss, tuple(trained)), step, rule.epochs)
         self.engine.each(client, self.n)
+        step = functools.partial(_first_step, self.model, loss, params, fixed, self.data, trained)
+        self._count((loss, tuple(trained)), step, samples)
         self._record(phase, seen, out)
         return out
 
@@ -132,9 +132,8 @@ class Clients:
             with torch.no_grad():
                 self.model.extract(trees.row(extractor, 0), self.data[0][0][[0, -1]])
 
-        self._count("through", two_samples, epochs=1)
-        with torch.no_grad():
-            self.engine.each(client, self.n)
+        self.engine.each(client, self.n)
+        self._count("through", two_samples, self.n)
         behind = Clients.__new__(Clients)
         behind.__dict__.update(self.__dict__)  # the log, and the work counted, stay common to both
         behind.data = [(z, y) for z, (_, y) in zip(features, self.data, strict=True)]
@@ -150,7 +149,7 @@ class Clients:
         return sum((self._flop_cache[work] * samples for work, _, samples in self._work), np.zeros(len(self.data)))
 
     def _is_buffer(self, name):
-        return name.rsplit("/")[-1] in self.model.extractor.buffers | self.model.head.buffers
+        return name.rsplit("/")[-1] in self.model.buffers
 
     def _batches(self, i, phase, rule, skip_singles):
         """Client i's batches of indices: each epoch's full ones, then its short last one."""
@@ -173,11 +172,12 @@ class Clients:
             return
         device = self.data[i][1].device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(torch_seed(self.seed, "dropout", self.round, int(self.ids[i]), phase))
+            seed_it = torch.manual_seed if device.type == "cuda" else torch.default_generator.manual_seed
+            seed_it(torch_seed(self.seed, "dropout", self.round, int(self.ids[i]), phase))
             yield
 
-    def _count(self, work, step, epochs):
-        self._work.append(((work, self.data[0][0].shape[1:]), step, epochs * self.n))
+    def _count(self, work, step, samples):
+        self._work.append(((work, self.data[0][0].shape[1:]), step, samples))
 
     def _record(self, phase, seen, out):
         finite = np.array([all(bool(t[i].isfinite().all()) for t in trees.leaves(out)) for i in range(len(seen))])
@@ -204,13 +204,13 @@ def evaluate(model, params, data, engine):
         correct[i] = int((logits.argmax(1) == y).sum())
         loss[i] = float(F.cross_entropy(logits, y))
 
-    with torch.no_grad():
-        engine.each(client, [len(y) for _, y in data])
+    engine.each(client, [len(y) for _, y in data])
     return correct, loss
 
 
+@torch.enable_grad()
 def _descend(model, loss, own, fixed, data, trained, batches, rule, project):
-    """One client's SGD steps on `own`, in place. Mean values by name over the samples seen; {} if there were none."""
+    """One client's SGD steps on `own`, in place. Mean values by name ({} without a step), number of samples seen."""
     x, y = data
     own = _trained(own)
     moving = [leaf.requires_grad_() for leaf, moves in zip(trees.leaves(own), trained, strict=True) if moves]
@@ -233,13 +233,14 @@ def _descend(model, loss, own, fixed, data, trained, batches, rule, project):
                 if project is not None:
                     p.copy_(project(p))
             for name, amount in {"loss": value, **extras}.items():
-                totals[name] = totals.get(name, 0) + amount.detach() * len(batch)
+                totals[name] = totals.get(name, 0) + torch.as_tensor(amount).detach() * len(batch)
         samples += len(batch)
     for leaf in moving:
         leaf.requires_grad_(False)
-    return {name: float(total) / samples for name, total in totals.items()}
+    return {name: float(total) / samples for name, total in totals.items()}, samples
 
 
+@torch.enable_grad()
 def _first_step(model, loss, params, fixed, data, trained):
     """The first client's gradient on two samples, for the FLOP counter."""
     x, y = data[0]
@@ -250,6 +251,7 @@ def _first_step(model, loss, params, fixed, data, trained):
     torch.autograd.grad(value[0] if isinstance(value, tuple) else value, moving, allow_unused=True)
 
 
+@torch.no_grad()  # here, in the client's own thread: the caller's grad mode does not reach it
 def _forward(f, x):
     """f on all rows of x, in pieces; pieces never cross clients, so that rounding does not depend on the others."""
     return torch.cat([f(rows) for rows in x.split(ROWS)])

@@ -9,9 +9,14 @@ import torch
 
 
 def tree_map(f, *trees):
-    """`f` of the corresponding leaves of `trees`, which have one structure; the result has it too."""
+    """`f` of the corresponding leaves of `trees`, which have one structure; the result has it too.
+
+    Parts of dicts correspond by name, whatever their order. Raises ValueError where structures differ.
+    """
     first = trees[0]
     if isinstance(first, dict):
+        if any(tree.keys() != first.keys() for tree in trees):
+            raise ValueError(f"trees of different structure: {' and '.join(str(list(tree)) for tree in trees)}")
         return type(first)({name: tree_map(f, *(tree[name] for tree in trees)) for name in first})
     if isinstance(first, tuple):
         return tuple(tree_map(f, *parts) for parts in zip(*trees, strict=True))
@@ -38,8 +43,11 @@ def take(tree, ids):
 
 def put(tree, ids, rows):
     """Writes `rows` [len(ids), ...] over rows `ids` of every leaf of `tree` [N, ...], in place."""
-    for t, r in zip(leaves(tree), leaves(rows), strict=True):
+
+    def write(t, r):
         t[torch.as_tensor(ids, device=t.device)] = r
+
+    tree_map(write, tree, rows)
 
 
 def row(tree, i):
@@ -81,11 +89,11 @@ def average(tree, weights):
     """The weighted mean over the client axis: leaves [C, ...] -> [...].
 
     `weights` [C] are non-negative and not all zero, e.g. the clients' numbers of training samples; they are divided by
-    their sum. Sums run in float64, so that the mean of equal rows is that row to the bit. Integer leaves (batch-norm's
-    counters) stay integers: their mean is rounded.
+    their sum. Sums run in float64, so that the mean of equal float32 rows is that row to the bit. Integer leaves
+    (batch-norm's counters) stay integers: their mean is rounded.
     """
     w = np.asarray(weights, dtype=np.float64)
-    if w.ndim != 1 or not np.isfinite(w).all() or w.min() < 0 or w.sum() == 0:
+    if w.ndim != 1 or not w.size or not np.isfinite(w).all() or w.min() < 0 or w.sum() == 0:
         raise ValueError(f"weights={weights!r}: must be non-negative numbers, one a client, not all zero")
     w = w / w.sum()
 
@@ -106,7 +114,11 @@ def nbytes(tree):
 
 
 def unequal(a, b):
-    """The largest absolute difference between two trees; 0.0 means equal to the bit (NaN is never equal)."""
-    pairs = zip(leaves(a), leaves(b), strict=True)
-    worst = [float((x.double() - y.double()).abs().max()) for x, y in pairs if x.numel()]
+    """The largest absolute difference between two trees; 0.0 means equal, NaN that a shape differs or a NaN occurs."""
+
+    def gap(x, y):
+        x, y = x.double(), y.double()
+        return 0.0 if torch.equal(x, y) else float((x - y).abs().max()) if x.shape == y.shape else float("nan")
+
+    worst = leaves(tree_map(gap, a, b))
     return float("nan") if any(w != w for w in worst) else max(worst, default=0.0)

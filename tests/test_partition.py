@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
 from pflkit import partition as pt
+from pflkit import streams
 
 DIGITS = load_digits().target  # 1,797 labels of 10 classes
 TEN = np.repeat(np.arange(10), 200)  # 10 classes of 200 samples
@@ -119,6 +120,14 @@ def test_every_client_may_have_just_two_samples():
         assert (sizes(p) == 2).all()
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_one_class_a_client_leaves_nobody_with_one_sample(seed):
+    p = pt.pathological(np.repeat([0, 1], 11), 10, classes=1, seed=seed)  # 5 owners share 11 samples unevenly
+    assert_promises(p, 22)
+    with pytest.raises(ValueError, match=r"class 0 has 9 samples, too few for its 5 owners \(at least 2 each\)"):
+        pt.pathological([0] * 9 + [1] * 11, 10, classes=1, seed=seed)
+
+
 def test_a5_refuses_classes_without_an_owner():
     for scheme in (pt.pathological, pt.classes_per_client):
         with pytest.raises(ValueError, match=r"clients=3, classes=2: 4 of 10 classes would have no owner"):
@@ -222,6 +231,16 @@ def test_iid_sizes_and_class_shares():
     assert np.abs(p.counts() / 2000 - 0.25).max() < 0.05
 
 
+@pytest.mark.parametrize("scheme", ["pathological", "dirichlet", "classes_per_client"])
+def test_which_samples_of_a_class_a_client_gets_is_random(scheme):
+    """The order of the data set may mean something (here: each writer's digits follow one another)."""
+    p = pt.make(scheme, TEN, 20)
+    runs = [np.diff(np.sort(held[p.y[held] == k])) for held in map(np.concatenate, zip(p.train, p.test, strict=True))
+            for k in range(10)]  # fmt: skip
+    gaps = np.concatenate(runs)
+    assert (gaps > 1).mean() > 0.2  # all are 1 where slices in data order are handed out
+
+
 @pytest.mark.parametrize(("clients", "classes", "groups"), [(20, 2, 5), (12, 2, 5), (7, 2, 5), (7, 3, 4), (4, 10, 1)])
 def test_grouped_clients_hold_equal_class_sets(clients, classes, groups):
     held = pt.pathological(DIGITS, clients, classes).counts() > 0
@@ -259,6 +278,12 @@ def test_balanced_classes_are_equal_to_within_one(grouped):
         owned = column[column > 0]
         assert owned.max() - owned.min() <= 1
     assert set(pt.pathological(TEN, 20, balanced=True).counts().ravel()) == {0, 50}
+
+
+def test_what_rounding_leaves_goes_to_no_client_in_particular():
+    y = np.repeat(np.arange(10), 199)  # 50, 50, 50 and 49 for four owners
+    short = [(pt.pathological(y, 20, balanced=True, seed=s).counts() == 49).any(1).reshape(5, 4) for s in range(40)]
+    assert np.mean(short, axis=(0, 1)).min() > 0.2  # each owner is short of one class or both in 7 of 16 cases
 
 
 @pytest.mark.parametrize("scheme", ["pathological", "classes_per_client"])
@@ -318,6 +343,13 @@ def test_dirichlet_records_redraws_and_moves_only_when_needed():
     assert sizes(hard).min() == 10
 
 
+def test_the_draw_that_lacked_least_is_repaired():
+    rng = streams.rng(4, "partition", "dirichlet")
+    draws = [pt._dirichlet_counts(np.bincount(DIGITS), 50, 0.05, False, rng).sum(1) for _ in range(51)]
+    lacking = [np.maximum(15 - drawn, 0).sum() for drawn in draws]
+    assert pt.dirichlet(DIGITS, 50, 0.05, min_size=15, seed=4).settings["moved"] == min(lacking) < lacking[-1]
+
+
 @pytest.mark.parametrize(("n", "clients", "expected"), [(60_000, 20, 40), (1797, 20, 14), (1797, 100, 2), (40, 20, 2)])
 def test_default_min_size(n, clients, expected):
     y = np.arange(n) % 10
@@ -328,6 +360,8 @@ def test_fill_up_by_hand():
     counts = np.array([[6, 4], [0, 0], [3, 1]])
     assert pt._fill_up(counts, 3).tolist() == [[3, 4], [3, 0], [3, 1]]
     assert counts.tolist() == [[6, 4], [0, 0], [3, 1]]  # its argument is left alone
+    # client 0 can spare one sample only, so client 1 gives the other
+    assert pt._fill_up(np.array([[4, 0], [0, 4], [1, 0]]), 3).tolist() == [[3, 0], [0, 3], [2, 1]]
     # all of class 0, then one of class 1: the giver may not fall below 3 itself
     assert pt._fill_up(np.array([[2, 2, 2], [0, 0, 0]]), 3).tolist() == [[0, 1, 2], [2, 1, 0]]
 
@@ -340,6 +374,8 @@ def test_stratified_counts_by_hand():
     assert np.bincount(p.y[p.test[0]]).tolist() == [10, 10]
     p = pt.iid([0] * 39 + [1], 1, stratify=True)  # the only sample of class 1 trains
     assert (p.y[p.test[0]].tolist(), p.y[p.train[0]].sum()) == ([0] * 10, 1)
+    p = pt.iid([0, 1, 2] + [3] * 9, 1, stratify=True)  # exactly .25, .25, .25, 2.25, but only class 3 can spare any
+    assert p.y[p.test[0]].tolist() == [3, 3, 3]
     p = pt.iid([0, 0, 1, 1, 2, 2], 1, stratify=True, test_share=0.9)  # 5 asked, 3 can be spared
     assert p.y[p.test[0]].tolist() == [0, 1, 2]
 

@@ -1,7 +1,6 @@
 """Figures: what they show is what the partition holds, they are legible, and they leave nothing behind."""
 
 import io
-import warnings
 from itertools import pairwise
 
 import matplotlib as mpl
@@ -35,6 +34,14 @@ def test_bubble_areas_are_in_proportion_to_the_samples():
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
     assert labels == ["2"]
     assert legend[0].get_sizes()[0] == pytest.approx(discs.get_sizes()[0])
+
+
+@pytest.mark.parametrize(("clients", "classes"), [(10, 10), (20, 10), (100, 100)])
+def test_the_largest_disc_fills_its_cell_but_little_more(clients, classes):
+    fig = plots.bubbles(big(clients, classes))
+    box = fig.axes[0].get_window_extent()
+    cell = 72 / fig.dpi * np.sqrt(box.width / (clients + 0.4) * box.height / (classes + 0.4))  # side in points
+    assert 0.6 < np.sqrt(fig.axes[0].collections[0].get_sizes().max()) / cell < 1.25
 
 
 def test_a_single_sample_beside_many_is_still_seen():
@@ -71,12 +78,11 @@ def test_labels_are_whole_numbers_that_do_not_overlap(draw, clients, classes):
 
 @BOTH
 def test_no_figure_is_left_open_and_no_setting_changed(draw):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some rcParams warn when read
+    with mpl.rc_context({"figure.dpi": 77, "axes.spines.top": True, "axes.grid": False}):
         before = dict(mpl.rcParams)
-    figures = [draw(HAND) for _ in range(25)]  # pyplot warns at more than 20 open ones
-    assert plt.get_fignums() == [] and len(set(map(id, figures))) == 25
-    assert dict(mpl.rcParams) == before
+        figures = [draw(HAND) for _ in range(25)]  # pyplot warns at more than 20 open ones
+        assert plt.get_fignums() == [] and len(set(map(id, figures))) == 25
+        assert dict(mpl.rcParams) == before
 
 
 @BOTH

@@ -25,6 +25,7 @@ Where released code differs, and what we do:
     CNN. Ours is the paper's; at that rate W hardly leaves 1. `weight_lr=1.0` gives the code's.
   - It runs steps 2 and 3 for all clients in every round and overwrites the stored heads of those not sampled, which
     pulls them to the global head. Here a client that is not sampled is not touched.
+  - It scores (r^t, ĥ_i), our `before`, and its scripts use batches of 16; the paper says 10, our default.
   - It drops the last short batch in all phases. Here it is used (`Training.drop_last` restores that).
   - It leaves batch-norm statistics out of the average, and lets the frozen extractor's statistics follow the mode of
     the last call. Here they are averaged, and a frozen extractor runs in evaluation mode.

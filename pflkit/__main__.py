@@ -1,0 +1,106 @@
+"""The command line: python -m pflkit [run | list] ..."""
+
+import sys
+
+import click
+import yaml
+
+from pflkit.methods import METHODS
+
+
+def refuse(error):
+    """Ends with one line for bad input."""
+    click.echo(f"pflkit: {error}", err=True)
+    sys.exit(2)
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--profile", default="small", show_default=True, help="smoke (seconds), small (minutes) or paper (GPU).")
+@click.option("--only", multiple=True, help="Only the notebooks whose names start so, e.g. 02. May be repeated.")
+@click.option("-p", "pairs", multiple=True, type=(str, str), metavar="NAME VALUE", help="A parameter of the notebooks.")
+@click.option("-y", "blocks", multiple=True, metavar="YAML", help='Parameters as YAML, e.g. "{rounds: 5, seeds: 1}".')
+@click.option("--write", is_flag=True, help="Rewrite the committed copies in figures/small, from fresh runs.")
+@click.pass_context
+def main(context, profile, only, pairs, blocks, write):
+    """Runs all notebooks in order and leaves executed copies, figures and tables under figures/.
+
+    Ends with 0 only if every notebook ran.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from pflkit.reproduce import reproduce
+
+    try:
+        parameters = {name: yaml.safe_load(value) for name, value in pairs}
+        for block in blocks:
+            loaded = yaml.safe_load(block)
+            if not isinstance(loaded, dict):
+                raise ValueError(f"-y {block!r}: must be a mapping of names to values")
+            parameters |= loaded
+        failed = reproduce(profile, only, parameters, write, say=lambda line: click.echo(line))
+    except (ValueError, yaml.YAMLError) as error:
+        refuse(error)
+    sys.exit(1 if failed else 0)
+
+
+@main.command("list")
+def list_methods():
+    """Prints a line per method: its name, then its paper and year."""
+    for name, method in METHODS.items():
+        click.echo(f"{name:<10} {method.paper}")
+
+
+@main.command()
+@click.argument("method")
+@click.option("--dataset", default="digits", show_default=True, help="digits, fashion-mnist, or a FILE.npz of x and y.")
+@click.option("--model", help="cnn, cnn-small or mlp; by default what fits the data set.")
+@click.option("--partition", default="dirichlet", show_default=True)
+@click.option("--beta", type=float, help="Dirichlet concentration.  [0.1]")
+@click.option("--classes", type=int, help="Classes per client of the pathological partitions.  [2]")
+@click.option("--clients", default=20, show_default=True)
+@click.option("--join-ratio", default="1", show_default=True, metavar="J|J:J", help="A ratio, or a range drawn from.")
+@click.option("--rounds", default=10, show_default=True, help="The papers: 2000.")
+@click.option("--lr", type=float, help="Local learning rate.  [cnn: 0.005]")
+@click.option("--batch-size", default=10, show_default=True)
+@click.option("--epochs", default=1, show_default=True, help="Local epochs.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--set", "pairs", multiple=True, metavar="NAME=VALUE", help="A setting of the method. May be repeated.")
+@click.option("--engine", default="auto", show_default=True, help="auto, loop or threads.")
+@click.option("--device", help="cpu, cuda, ...; by default a GPU where there is one.")
+@click.option("--data-root", help="Folder of the data sets.  [$PFLKIT_DATA, else a folder of the user's cache]")
+@click.option("--out", help="Folder of results; a run cut short goes on from there.  [none]")
+def run(method, pairs, join_ratio, **options):
+    """Trains METHOD and prints a line a round, and last its accuracies and costs."""
+    from pflkit.experiment import experiment
+
+    try:
+        settings = dict(_setting(pair) for pair in pairs)
+        history = experiment(method, settings=settings, join_ratio=_ratio(join_ratio), progress=1, **options)
+    except (ValueError, FileNotFoundError, FloatingPointError) as error:
+        refuse(error)
+    numbers = history.summary()
+    shown = [f"{name}={numbers[name]:.4f}" for name in ("accuracy", "before", "after", "best")]
+    shown += [f"{name}={numbers[name]}" for name in ("bytes_up", "bytes_down")]
+    click.echo(" ".join([*shown, f"seconds={numbers['seconds']:.1f}"]))
+
+
+def _setting(pair):
+    name, equals, value = pair.partition("=")
+    if not equals:
+        raise ValueError(f"--set {pair!r}: must be NAME=VALUE")
+    return name, yaml.safe_load(value)
+
+
+def _ratio(text):
+    """0.5 of "0.5", (0.1, 1.0) of "0.1:1"."""
+    try:
+        ends = [float(part) for part in text.split(":")]
+    except ValueError:
+        ends = []
+    if len(ends) not in (1, 2):
+        raise ValueError(f"join_ratio={text!r}: must be a number or two, as in 0.5 or 0.1:1")
+    return ends[0] if len(ends) == 1 else tuple(ends)
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m pflkit")
