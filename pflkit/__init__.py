@@ -1,1 +1,1 @@
-"""pflkit: personalized federated learning, right, fast and measured."""
+"""pflkit: personalized federated learning in PyTorch, right, fast and measured. The README shows how to begin."""
