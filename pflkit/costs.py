@@ -23,7 +23,7 @@ def per_round(history):
 
 
 def rounds_to_convergence(history, patience=100, point=None):
-    """Rounds of training until the best accuracy, if it is older than `patience` evaluations at the end; else None.
+    """Rounds of training until the best accuracy, if `patience` evaluations after it brought no better one; else None.
 
     The stopping rule of the FedAH paper's code, where `patience` is 100.
     """

@@ -53,7 +53,7 @@ class Dataset:
         return digest.hexdigest()[:16]
 
 
-def load(name, root=None, download=True):
+def load(dataset, root=None, download=True):
     """The data set `name`: a key of LOADERS, or the path of an .npz file that holds x and y (rules: see `_npz`).
 
     root: folder of the data files, see `data_root`. download=False forbids the network; files that are there are never
@@ -65,11 +65,11 @@ def load(name, root=None, download=True):
     ((1, 8, 8), 10, 1797)
     """
     checks.boolean("download", download)
-    if isinstance(name, str | os.PathLike) and Path(name).suffix == ".npz":
-        path = Path(name).expanduser()
+    if isinstance(dataset, str | os.PathLike) and Path(dataset).suffix == ".npz":
+        path = Path(dataset).expanduser()
         return Dataset(path.name, *_npz(path))
-    loader = LOADERS[checks.choice("name", name, [*LOADERS, "FILE.npz"])]
-    return Dataset(name, *loader(root, download))
+    loader = LOADERS[checks.choice("dataset", dataset, [*LOADERS, "FILE.npz"])]
+    return Dataset(dataset, *loader(root, download))
 
 
 def data_root(root=None):

@@ -85,6 +85,7 @@ def _execute(path, target, parameters, say):
     log.setLevel(logging.INFO)
     log.propagate = False
     environment = dict(os.environ)
+    os.environ.pop("MPLBACKEND", None)  # whatever it says, the notebooks' figures go into the notebooks
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # a debugger's warning in every kernel's first line
     try:
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):

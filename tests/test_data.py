@@ -138,7 +138,7 @@ def test_global_random_states_are_left_alone(files, no_requests):
 @pytest.mark.parametrize("name", ["cifar", "Digits", "", None, 3, "images.npy", Path("digits"), ["digits"]])
 def test_unknown_names_are_answered_with_the_known_ones(name):
     text = message(ValueError, load, name)
-    assert text == f"name={name!r}: must be one of 'digits', 'fashion-mnist', 'FILE.npz'"
+    assert text == f"dataset={name!r}: must be one of 'digits', 'fashion-mnist', 'FILE.npz'"
 
 
 def test_download_must_be_a_boolean():

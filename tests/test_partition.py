@@ -235,9 +235,8 @@ def test_iid_sizes_and_class_shares():
 def test_which_samples_of_a_class_a_client_gets_is_random(scheme):
     """The order of the data set may mean something (here: each writer's digits follow one another)."""
     p = pt.make(scheme, TEN, 20)
-    runs = [np.diff(np.sort(held[p.y[held] == k])) for held in map(np.concatenate, zip(p.train, p.test, strict=True))
-            for k in range(10)]  # fmt: skip
-    gaps = np.concatenate(runs)
+    everyone = [np.sort(np.concatenate(both)) for both in zip(p.train, p.test, strict=True)]
+    gaps = np.concatenate([np.diff(held[p.y[held] == k]) for held in everyone for k in range(10)])
     assert (gaps > 1).mean() > 0.2  # all are 1 where slices in data order are handed out
 
 

@@ -18,7 +18,7 @@ Where released code differs, and what we do:
   - lgcollins/FedRep (the authors') runs 10 head epochs a round on CIFAR-10 with two classes a client, momentum 0.5 and
     rate 0.01, and tunes every head again at the end. The FedAH comparison, whose protocol is our default, uses one head
     epoch: set `head_epochs=10` for the authors'. The last tuning is not part of a round and not done here.
-  - Algorithm 1 averages the r_i uniformly; the authors' code weights them by n_i, and so do we, as for every method.
+  - Algorithm 1 averages the r_i uniformly; the authors' code weights them by n_i, and so do we.
   - TsingZ0/PFLlib d832e76 (2025-11-29) scores (r^t, h_i) before the head has met the new r, our `before`; the method
     is designed to adapt the head first, which `after` does.
   - KarhouTam/FL-bench 06e658b (2025-10-09) with one local epoch never trains the head. Here E_h has its own name.

@@ -1,0 +1,110 @@
+"""Costs and tables, on Histories whose numbers are made up and added by hand."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from pflkit import costs, tables
+from pflkit.experiment import History
+
+
+def history(before, after, joined=2, product="after"):
+    """Rounds of 100 bytes up and 300 down a client, 1,000 FLOPs and 0.5 seconds; two clients, the second 0.1 better."""
+    n = len(after)
+    rounds = pd.DataFrame({"round": range(1, n + 1), "joined": joined, "after": after, "seconds": 0.5})
+    rounds["bytes_up"], rounds["bytes_down"], rounds["flops"] = 100 * joined, 300 * joined, 1000
+    rounds = pd.concat([rounds.assign(before=before[:n]), pd.DataFrame({"round": [n + 1], "before": [before[n]]})])
+    clients = pd.DataFrame(
+        [
+            {"round": t + 1, "client": i, "n_train": 3, "n_test": 10, "before": b + (i - 0.5) * 0.1, "after": a}
+            for t, (b, a0) in enumerate(zip(before, [*after, np.nan], strict=True))
+            for i, a in ((0, a0 - 0.05), (1, a0 + 0.05))
+        ]
+    )
+    return History({}, product, rounds, clients, pd.DataFrame(), None)
+
+
+RISING = history(before=[0.1, 0.2, 0.3, 0.3], after=[0.5, 0.7, 0.6])
+
+
+def test_per_round():
+    assert costs.per_round(RISING).to_dict() == {
+        "bytes down / client": 300,
+        "bytes up / client": 100,
+        "FLOPs": 1000,
+        "seconds": 0.5,
+    }
+
+
+def test_summary_adds_up():
+    numbers = RISING.summary()
+    assert numbers == {"accuracy": 0.6, "before": 0.3, "after": 0.6, "best": 0.7} | {
+        "bytes_up": 600,
+        "bytes_down": 1800,
+        "flops": 3000,
+        "seconds": 1.5,
+    }
+
+
+@pytest.mark.parametrize("patience, rounds", [(1, 2), (3, 2), (4, None)])
+def test_converged_when_patience_evaluations_brought_no_better(patience, rounds):
+    """The best of five evaluations is the second, equalled by the last: three came after it."""
+    flat = history(before=[0.1] * 6, after=[0.5, 0.7, 0.6, 0.6, 0.7])
+    assert costs.rounds_to_convergence(flat, patience) == rounds
+
+
+def test_patience_is_checked():
+    flat = history(before=[0.1] * 2, after=[0.5])
+    with pytest.raises(ValueError, match="patience=0"):
+        costs.rounds_to_convergence(flat, patience=0)
+
+
+def test_bytes_to_target():
+    assert costs.bytes_to_target(RISING, 0.5) == 800
+    assert costs.bytes_to_target(RISING, 0.65) == 1600
+    assert costs.bytes_to_target(RISING, 0.75) is None
+    assert costs.bytes_to_target(RISING, 0.1, "before") == 0  # there from the start
+    assert costs.bytes_to_target(RISING, 0.2, "before") == 800
+    with pytest.raises(ValueError, match="target=75"):
+        costs.bytes_to_target(RISING, 75)
+
+
+def test_accuracy_table_has_mean_and_spread_over_seeds():
+    """Seeds end at 60 and 64 %: mean 62, standard deviation sqrt(8) = 2.83; clients are 5 points to either side."""
+    other = history(before=[0.1, 0.2, 0.3, 0.4], after=[0.5, 0.6, 0.64])
+    row = tables.accuracy({"m": [RISING, other]}).loc["m"]
+    assert row.to_dict() == {
+        "own": "62.0 ± 2.8",
+        "best": "67.0 ± 4.2",
+        "before": "35.0 ± 7.1",
+        "after": "62.0 ± 2.8",
+        "range": "55 to 69",
+    }
+    assert tables.accuracy({"m": RISING}).loc["m", "own"] == "60.0"
+
+
+def test_a_global_model_is_scored_before_local_training():
+    row = tables.accuracy({"m": history([0.1, 0.2, 0.3, 0.3], [0.5, 0.7, 0.6], product="before")}).loc["m"]
+    assert (row["own"], row["best"], row["range"]) == ("30.0", "30.0", "25 to 35")
+
+
+def test_cost_and_seconds_tables():
+    assert tables.cost({"m": RISING}).loc["m"].tolist() == [300, 100, 1000]
+    assert tables.seconds({"m": [RISING, RISING]}).loc["m"].tolist() == [0.5]
+
+
+def test_curves_and_clients_behind_the_plots():
+    table = tables.curves({"m": [RISING, RISING]}, "before")
+    assert table["rounds"].tolist() == [0, 1, 2, 3] * 2 and table["seed"].tolist() == [0] * 4 + [1] * 4
+    clients = tables.per_client({"m": RISING})
+    assert clients["client"].tolist() == [0, 1] and clients["accuracy"].tolist() == pytest.approx([0.55, 0.65])
+    assert clients[["n_train", "n_test"]].to_numpy().tolist() == [[3, 10]] * 2
+
+
+def test_saved_tables(tmp_path):
+    tables.save(tables.cost({"m": RISING}), tmp_path / "deep" / "02.cost")
+    assert (tmp_path / "deep" / "02.cost.csv").read_text().splitlines()[1] == "m,300,100,1000"
+    assert (tmp_path / "deep" / "02.cost.md").read_text() == (
+        "| method | bytes down / client | bytes up / client | FLOPs |\n| --- | --- | --- | --- |\n"
+        "| m | 300 | 100 | 1000 |\n"
+    )

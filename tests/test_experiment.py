@@ -1,0 +1,260 @@
+"""Runs: what their History says, how they are saved and resumed, and when old results are not used."""
+
+import dataclasses
+import json
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from pflkit import data, experiment, models, partition, trees
+from pflkit.experiment import describe, run
+from pflkit.federation import Federation
+from pflkit.methods import make
+from pflkit.training import Training
+
+
+def federation(seed=0, clients=6, **options):
+    real = data.load("digits")
+    digits = data.Dataset("digits-300", real.x[:300], real.y[:300], real.classes)
+    split = partition.dirichlet(digits.y, clients, beta=0.5, min_size=12, seed=seed)
+    model = models.build("mlp", digits.shape, 10, seed=seed)
+    return Federation(digits, split, model, **{"training": Training(lr=0.05), "seed": seed} | options)
+
+
+def without_seconds(history):
+    rounds = history.rounds.drop(columns=["seconds", "seconds_eval"])
+    return [t.reset_index(drop=True) for t in (rounds, history.clients, history.watch)]
+
+
+def assert_same(a, b):
+    for one, other in zip(without_seconds(a), without_seconds(b), strict=True):
+        pd.testing.assert_frame_equal(one, other, check_exact=True)
+    assert trees.unequal((a.state.server, a.state.kept), (b.state.server, b.state.kept)) == 0
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_after(monkeypatch, rounds):
+    """Makes the next run end with Stop as it begins the round after so many."""
+    played = Federation.play
+
+    def play(self, method, state, total):
+        if state.round == rounds:
+            raise Stop
+        return played(self, method, state, total)
+
+    monkeypatch.setattr(Federation, "play", play)
+
+
+# --- what a History says ---------------------------------------------------------------------------------------------
+
+
+def test_history_agrees_with_the_models_it_describes():
+    """Accuracies are recomputed here from the final models and the test data, by plain indexing."""
+    fed = federation(join_ratio=0.5)
+    history = run(make("fedavg"), fed, 3)
+    own = [float((fed.model.predict(history.state.server, x).argmax(1) == y).double().mean()) for x, y in fed.test]
+    last = history.clients[history.clients["round"] == 4]
+    assert last["before"].tolist() == own
+    row = history.rounds.iloc[-1]
+    sizes = np.array([len(y) for _, y in fed.test])
+    assert row["before"] == pytest.approx(np.mean(own)) and row["before_pooled"] == pytest.approx(
+        own @ sizes / sizes.sum()
+    )
+    assert history.summary()["accuracy"] == row["before"]
+
+
+def test_rounds_and_clients_tell_the_same_story():
+    fed = federation(join_ratio=(0.3, 1.0))
+    history = run(make("fedah"), fed, 5)
+    for t in range(1, 6):
+        of_clients = history.clients[history.clients["round"] == t]
+        row = history.rounds.set_index("round").loc[t]
+        joined = of_clients[of_clients["joined"]]
+        assert joined["client"].tolist() == fed.sample(t).tolist() and len(of_clients) == 6
+        assert row["joined"] == len(joined) and row["after"] == pytest.approx(joined["after"].mean())
+        assert of_clients.loc[~of_clients["joined"], "after"].isna().all()
+        assert row["bytes_up"] == joined["bytes_up"].sum() and row["flops"] == joined["flops"].sum()
+    assert (history.clients.groupby("client")["n_train"].first().to_numpy() == fed.n).all()
+
+
+def test_curves_count_rounds_of_training():
+    history = run(make("fedavg"), federation(), 4)
+    assert history.curve("before").index.tolist() == [0, 1, 2, 3, 4]
+    assert history.curve("after").index.tolist() == [1, 2, 3, 4]
+    assert history.curve().equals(history.curve("before"))
+    assert history.summary()["best"] == history.curve("before").max()
+
+
+def test_evaluating_less_often_changes_only_what_is_recorded():
+    every, third = (run(make("fedrep"), federation(), 5, eval_every=k) for k in (1, 3))
+    assert third.curve("after").index.tolist() == [1, 4, 5] and third.curve("before").index.tolist() == [0, 3, 4, 5]
+    assert third.curve("after").tolist() == every.curve("after").loc[[1, 4, 5]].tolist()
+    assert trees.unequal(every.state.kept, third.state.kept) == 0
+    assert third.summary()["bytes_up"] == every.summary()["bytes_up"]
+
+
+def test_watch_records_the_distribution_of_what_a_method_shows():
+    history = run(make("fedah", weight_lr=0.0, weight_init=0.25), federation(), 2)
+    assert history.watch["round"].tolist() == [1, 2]
+    assert (history.watch[["mean", "q00", "q50", "q100"]] == 0.25).all(axis=None)
+    history = run(make("fedah", weight_lr=1.0), federation(), 2)
+    W = torch.cat([t.flatten() for t in trees.leaves(history.state.kept["W"])])
+    last = history.watch.iloc[-1]
+    assert last["mean"] == pytest.approx(float(W.double().mean())) and last["q00"] == float(W.min())
+    assert last["share_1"] == pytest.approx(float((W == 1).double().mean())) and 0 < last["share_1"] < 1
+
+
+def test_progress_prints_every_so_many_rounds_and_the_last(capsys):
+    run(make("local"), federation(), 5, progress=2)
+    assert [line.split()[2] for line in capsys.readouterr().out.splitlines()] == ["2/5", "4/5", "5/5"]
+
+
+@pytest.mark.parametrize("name, value", [("rounds", 0), ("rounds", 2.0), ("eval_every", 0), ("progress", -1)])
+def test_bad_arguments_are_named_before_anything_runs(name, value):
+    with pytest.raises(ValueError, match=rf"^{name}={value}: "):
+        run(make("local"), federation(), **{"rounds": 2} | {name: value})
+
+
+# --- saved and resumed -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["local", "fedavg", "fedah"])
+@pytest.mark.parametrize("cut", [1, 3])
+def test_a_run_cut_short_goes_on_to_the_same_result(method, cut, tmp_path, monkeypatch):
+    whole = run(make(method), federation(join_ratio=0.5), 4)
+    monkeypatch.setattr(experiment._Saver, "__call__", eager(experiment._Saver.__call__))
+    with monkeypatch.context() as cutting, pytest.raises(Stop):
+        stop_after(cutting, cut)
+        run(make(method), federation(join_ratio=0.5), 4, out=tmp_path)
+    resumed = run(make(method), federation(join_ratio=0.5), 4, out=tmp_path)
+    assert resumed.loaded is None
+    assert_same(resumed, whole)
+    again = run(make(method), federation(join_ratio=0.5), 4, out=tmp_path)
+    assert again.loaded is not None
+    assert_same(again, whole)
+
+
+def eager(save):
+    """Saves in every round, however short the round was."""
+    return lambda self, *arguments, at_once=False: save(self, *arguments, at_once=True)
+
+
+def test_tables_written_ahead_of_the_state_are_cut_back(tmp_path, monkeypatch):
+    """A kill between writing the tables of a round and its state: the round is played again, not counted twice."""
+    whole = run(make("fedah"), federation(), 3)
+    monkeypatch.setattr(experiment._Saver, "__call__", eager(experiment._Saver.__call__))
+    with monkeypatch.context() as cutting, pytest.raises(Stop):
+        stop_after(cutting, 2)
+        run(make("fedah"), federation(), 3, out=tmp_path)
+    (folder,) = tmp_path.iterdir()
+    for name in ("rounds", "history", "watch"):
+        table = pd.read_csv(folder / f"{name}.csv")
+        more = table[table["round"] == 2].assign(round=3)
+        pd.concat([table, more, more.assign(round=4)]).to_csv(folder / f"{name}.csv", index=False)
+    assert_same(run(make("fedah"), federation(), 3, out=tmp_path), whole)
+
+
+def test_fresh_repeats_a_finished_run(tmp_path, monkeypatch):
+    run(make("fedavg"), federation(), 2, out=tmp_path)
+    calls = []
+    played = Federation.play
+    monkeypatch.setattr(Federation, "play", lambda *a: calls.append(1) or played(*a))
+    assert run(make("fedavg"), federation(), 2, out=tmp_path, fresh=True).loaded is None
+    assert len(calls) == 2
+
+
+def test_no_pickle_and_no_half_written_file_is_left(tmp_path):
+    run(make("fedah"), federation(), 2, out=tmp_path)
+    (folder,) = tmp_path.iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("config.json", "history.csv", "rounds.csv", "state.safetensors", "watch.csv")
+    ]
+
+
+# --- what a result depends on ----------------------------------------------------------------------------------------
+
+
+def folder_of(method, fed, rounds=2):
+    return experiment._hash(describe(method, fed, rounds))
+
+
+CHANGES = {
+    "setting": lambda: (make("fedah", weight_lr=0.25), federation()),
+    "method": lambda: (make("fedrep"), federation()),
+    "seed": lambda: (make("fedah"), federation(seed=1)),
+    "clients": lambda: (make("fedah"), federation(clients=5)),
+    "training": lambda: (make("fedah"), federation(training=Training(lr=0.04))),
+    "join ratio": lambda: (make("fedah"), federation(join_ratio=0.5)),
+    "dtype": lambda: (make("fedah"), federation(dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_configuration_has_another_folder(change):
+    assert folder_of(*CHANGES[change]()) != folder_of(make("fedah"), federation())
+
+
+def test_the_same_configuration_has_the_same_folder():
+    assert folder_of(make("fedah"), federation()) == folder_of(make("fedah"), federation())
+    assert folder_of(make("fedah"), federation()) != folder_of(make("fedah"), federation(), rounds=3)
+
+
+def test_changed_data_have_another_folder():
+    fed = federation()
+    x = fed.dataset.x.clone()
+    x[0, 0, 0, 0] += 0.5
+    moved = dataclasses.replace(fed.dataset, x=x)
+    assert folder_of(make("fedah"), Federation(moved, fed.partition, fed.model)) != folder_of(
+        make("fedah"), Federation(fed.dataset, fed.partition, fed.model)
+    )
+
+
+@pytest.mark.parametrize(
+    "module", ["pflkit.methods.fedah", "pflkit.methods.fedrep", "pflkit.training", "pflkit.partition"]
+)
+def test_changed_code_has_another_folder(module, monkeypatch):
+    """FedAH uses FedRep's losses, so a change there may change FedAH's results; FedPer's file is none of its business."""
+    before = folder_of(make("fedah"), federation())
+    source = experiment.inspect.getsource
+    changed = sys.modules[module]
+    monkeypatch.setattr(experiment.inspect, "getsource", lambda x: source(x) + "\n# changed" * (x is changed))
+    assert folder_of(make("fedah"), federation()) != before
+    other = sys.modules["pflkit.methods.fedper"]
+    monkeypatch.setattr(experiment.inspect, "getsource", lambda x: source(x) + "\n# changed" * (x is other))
+    assert folder_of(make("fedah"), federation()) == before
+
+
+def test_config_is_plain_and_names_what_was_run(tmp_path):
+    run(make("fedah", weight_lr=0.5), federation(join_ratio=(0.5, 1.0)), 2, out=tmp_path)
+    (folder,) = tmp_path.iterdir()
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["method"], config["settings"]["weight_lr"], config["rounds"]) == ("fedah", 0.5, 2)
+    assert config["join_ratio"] == [0.5, 1.0] and config["training"]["lr"] == 0.05
+    assert config["partition"]["name"] == "dirichlet" and config["partition"]["beta"] == 0.5
+
+
+# --- experiments from plain values -----------------------------------------------------------------------------------
+
+
+def test_defaults_are_the_papers():
+    history = experiment.experiment("local", rounds=1)
+    config = history.config
+    assert config["clients"] == 20 and config["join_ratio"] == (1.0, 1.0)
+    assert config["partition"]["name"] == "dirichlet" and config["partition"]["beta"] == 0.1
+    assert config["training"]["batch_size"] == 10 and config["training"]["epochs"] == 1
+    assert experiment.LR["cnn"] == 0.005
+
+
+@pytest.mark.parametrize(
+    "argument", [{"method": "fedah2"}, {"dataset": "digit"}, {"model": "cmm"}, {"partition": "dir"}, {"clients": 0}]
+)
+def test_unknown_values_are_named(argument):
+    ((name, value),) = argument.items()
+    with pytest.raises(ValueError, match=rf"^{name}={value!r}: "):
+        experiment.experiment(**argument)
