@@ -54,7 +54,7 @@ class Dataset:
 
 
 def load(dataset, root=None, download=True):
-    """The data set `name`: a key of LOADERS, or the path of an .npz file that holds x and y (rules: see `_npz`).
+    """A data set by name: a key of LOADERS, or the path of an .npz file that holds x and y (rules: see `_npz`).
 
     root: folder of the data files, see `data_root`. download=False forbids the network; files that are there are never
     downloaded again. ValueError for an unknown name or an unusable file, FileNotFoundError for files that are missing

@@ -89,7 +89,7 @@ def run(method, fed, rounds, *, eval_every=1, out=None, fresh=False, progress=0)
         rows, clients, watch = _load(folder, state)
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime((folder / "state.safetensors").stat().st_mtime))
         if progress:
-            print(f"{name}: {state.round} of {rounds} rounds read from {folder}, computed {when}", flush=True)
+            print(f"{name}: {state.round} of {rounds} rounds read from {folder.name}, computed {when}", flush=True)
         if rows and rows[-1]["round"] > rounds:
             return History(config, product, *map(pd.DataFrame, (rows, clients, watch)), state, loaded=when)
     save = _Saver(folder, config)

@@ -53,7 +53,7 @@ def settle(namespace, **parameters):
     """Checks a notebook's parameters, fills in those left None from its profile, and prints them.
 
     `namespace` is the notebook's globals(), and is changed. Besides its own `parameters` every notebook has the four of
-    COMMON; `out` (where figures and tables go; by default figures/<profile>) and `saved` (where runs are saved and
+    COMMON; `out` (where figures and tables go; by default a folder of figures/) and `saved` (where runs are saved and
     taken up again; by default runs/) become Paths. Raises ValueError for an unknown name, which a typing error in a
     papermill parameter leaves behind, and for a wrong type or value.
     """
@@ -67,7 +67,9 @@ def settle(namespace, **parameters):
         value = namespace.get(name)
         namespace[name] = getattr(parameter, profile) if value is None else parameter.check(name, value)
     print(" ".join(f"{name}={namespace[name]!r}" for name in parameters if name not in ("out", "saved")))
-    for name, folder in (("out", f"figures/{profile}"), ("saved", "runs")):
+    # The figures of `small` that are committed stay as they are, until `python -m pflkit --write` makes new ones.
+    latest = "figures/latest-small" if profile == "small" else f"figures/{profile}"
+    for name, folder in (("out", latest), ("saved", "runs")):
         namespace[name] = Path(namespace[name] or root() / folder)
         namespace[name].mkdir(parents=True, exist_ok=True)
 
