@@ -90,6 +90,8 @@ class Model:
         self.buffers = self.extractor.buffers | self.head.buffers
         if len({id(p) for _, p in named}) < len(named) or self.buffers & {n for n, _ in named}:
             raise ValueError(f"model={name!r}: every parameter needs a tensor of its own and a name that no buffer has")
+        if frozen := [n for n, p in named if not p.requires_grad]:
+            raise ValueError(f"model={name!r}: {frozen[0]!r} has requires_grad=False; make it a buffer, to stand still")
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 two = torch.zeros(2, *self.shape)

@@ -12,9 +12,10 @@ import numpy as np
 def seed_of(seed, *names):
     """A numpy SeedSequence for `names` (strings or non-negative ints) under an experiment's `seed`.
 
-    Strings enter by crc32, because Python's own hash() of a string differs from process to process.
+    Strings enter by crc32, because Python's own hash() of a string differs from process to process; the number of names
+    enters too, because numpy takes ("x",) and ("x", 0) for the same.
     """
-    return np.random.SeedSequence([seed, *(zlib.crc32(n.encode()) if isinstance(n, str) else n for n in names)])
+    return np.random.SeedSequence([seed, len(names), *(zlib.crc32(n.encode()) if isinstance(n, str) else n for n in names)])
 
 
 def rng(seed, *names):

@@ -266,15 +266,13 @@ def _trained(tree):
 def _own(tree):
     """A client's own copy of a tree; on a CPU with convolution kernels laid out channels-last.
 
-    Strides are spelt out because torch takes a kernel of one input channel for channels-last as it is, and then
-    computes the whole layer the slow way: a step of the 4-layer CNN on grey images takes 1.6 times as long.
+    Cloned, because `contiguous` takes a kernel of one input channel for channels-last as it is, and then torch computes
+    the whole layer the slow way: a step of the 4-layer CNN on grey images takes 1.6 times as long.
     """
 
     def copy(t):
-        if t.ndim != 4 or t.device.type != "cpu":
-            return t.clone()
-        _, c, h, w = t.shape
-        return torch.empty_strided(t.shape, (h * w * c, 1, w * c, c), dtype=t.dtype).copy_(t)
+        kernel = t.ndim == 4 and t.device.type == "cpu"
+        return t.detach().clone(memory_format=torch.channels_last if kernel else torch.preserve_format)
 
     return trees.tree_map(copy, tree)
 

@@ -1,0 +1,30 @@
+import pytest
+import torch
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="run the tests that take minutes too")
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if "slow" in item.keywords and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes; needs --slow"))
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def two_threads():
+    """Every test starts with two intra-op threads, on any machine, and must leave them so."""
+    torch.set_num_threads(2)
+    yield
+    assert torch.get_num_threads() == 2
+
+
+@pytest.fixture
+def one_thread(two_threads):
+    """For torch's own modules on small tensors, where two intra-op threads only wait for each other."""
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(2)

@@ -1,0 +1,300 @@
+"""Bundled models: published sizes, cuts, seeds and refusals; your own modules: threads, modes, pickles."""
+
+import copy
+import pickle
+import random
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pflkit import trees
+from pflkit.models import MODELS, Part, Trained, build, from_modules
+
+IMAGES = {"cnn": (3, 20, 17), "cnn-small": (1, 9, 8), "mlp": (2, 5)}
+LAYERS = {"cnn": 4, "cnn-small": 4, "mlp": 2}  # layers with parameters
+pytestmark = pytest.mark.usefixtures("one_thread")
+EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
+
+
+def count(params):
+    return sum(t.numel() for t in trees.leaves(params))
+
+
+def inputs(shape, rows=7, dtype=torch.float32):
+    return torch.randn(rows, *shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(  # FedAH's 4-layer CNN: arXiv 2412.01295 with its released code
+    ("shape", "classes", "r", "h", "total"),
+    [
+        ((1, 28, 28), 10, 576_896, 5_130, 582_026),
+        ((3, 32, 32), 10, 873_408, 5_130, 878_538),
+        ((3, 32, 32), 100, 873_408, 51_300, 924_708),
+        ((3, 64, 64), 200, 5_592_000, 102_600, 5_694_600),
+    ],
+)
+def test_the_papers_cnn_has_the_papers_sizes(shape, classes, r, h, total):
+    model = build("cnn", shape, classes)
+    assert tuple(map(count, model.init())) == (r, h) and count(model.init()) == total and model.features == 512
+
+
+def test_small_models_have_the_sizes_of_their_layers():
+    convolutions = 1 * 16 * 9 + 16 + 16 * 32 * 9 + 32
+    assert count(build("cnn-small", (1, 8, 8), 10).init()) == convolutions + (32 * 2 * 2 + 1) * 64 + 65 * 10
+    assert count(build("mlp", (1, 8, 8), 10).init()) == 65 * 64 + 65 * 10
+
+
+def relu_first(name, shape, classes):
+    """The bundled CNNs as they are usually written: ReLU before pooling."""
+    wide, kernel, padding, hidden = {"cnn": (32, 5, 0, 512), "cnn-small": (16, 3, 1, 64)}[name]
+    sides = torch.tensor(shape[1:])
+    for _ in range(2):
+        sides = (sides + 2 * padding - kernel + 1) // 2
+    return nn.Sequential(
+        *[nn.Conv2d(shape[0], wide, kernel, padding=padding), nn.ReLU(), nn.MaxPool2d(2)],
+        *[nn.Conv2d(wide, 2 * wide, kernel, padding=padding), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()],
+        *[nn.Linear(2 * wide * int(sides.prod()), hidden), nn.ReLU(), nn.Linear(hidden, classes)],
+    )
+
+
+@pytest.mark.parametrize("name", ["cnn", "cnn-small"])
+def test_pooling_before_relu_changes_no_value_and_no_gradient(name):
+    model, usual = build(name, IMAGES[name], 5), relu_first(name, IMAGES[name], 5).double()
+    params = trees.tree_map(lambda t: t.double().requires_grad_(), model.init())
+    x, y = inputs(IMAGES[name], dtype=torch.float64), torch.arange(7) % 5
+    with torch.no_grad():
+        for p, mine in zip(usual.parameters(), trees.leaves(params), strict=True):
+            p.copy_(mine)
+    got, want = model.predict(params, x), usual(x)
+    assert trees.unequal(got, want) < 1e-12
+    ours = torch.autograd.grad(F.cross_entropy(got, y), trees.leaves(params))
+    theirs = torch.autograd.grad(F.cross_entropy(want, y), list(usual.parameters()))
+    assert trees.unequal(tuple(ours), tuple(theirs)) < 1e-12
+
+
+@EVERY_MODEL
+def test_pure_functions_equal_the_modules_themselves(name):
+    model = build(name, IMAGES[name], 5, seed=3)
+    r, h = model.init()
+    x = inputs(IMAGES[name])
+    z = model.extractor.module(x)
+    assert torch.equal(model.extract(r, x), z) and torch.equal(model.classify(h, z), model.head.module(z))
+    assert torch.equal(model.predict((r, h), x), model.head.module(z))
+    doubled = trees.tree_map(lambda t: 2 * t, h)  # the tree's values count, not the module's
+    assert torch.allclose(model.classify(doubled, z), 2 * model.classify(h, z), rtol=1e-5)
+
+
+@EVERY_MODEL
+def test_every_cut_gives_the_same_model(name):
+    x = inputs(IMAGES[name])
+    whole = build(name, IMAGES[name], 5)
+    for k in range(LAYERS[name] + 1):
+        model = build(name, IMAGES[name], 5, head_layers=k)
+        r, h = model.init()
+        assert (len(h), len(r)) == (2 * k, 2 * (LAYERS[name] - k))  # a weight and a bias a layer
+        assert trees.unequal(tuple(trees.leaves((r, h))), tuple(trees.leaves(whole.init()))) == 0
+        assert torch.equal(model.predict((r, h), x), whole.predict(whole.init(), x))
+        assert model.features == model.extract(r, x)[0].numel()
+    assert list(whole.init()[1]) == ["weight", "bias"]
+
+
+def test_all_head_leaves_the_inputs_to_the_head():
+    model = build("cnn-small", (1, 8, 8), 10, head_layers=4)
+    x = inputs((1, 8, 8))
+    assert model.init()[0] == {} and torch.equal(model.extract({}, x), x) and model.features == 64
+
+
+@EVERY_MODEL
+def test_weights_come_from_the_seed_and_nothing_else(name, monkeypatch):
+    def never(seed):
+        raise AssertionError("seeds the GPUs")
+
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", never)
+    first = build(name, IMAGES[name], 5, seed=1).init()
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    assert trees.unequal(first, build(name, IMAGES[name], 5, seed=1).init()) == 0
+    assert trees.unequal(first, build(name, IMAGES[name], 5, seed=2).init()) > 0
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
+
+
+def test_init_gives_values_that_can_be_changed():
+    model = build("mlp", (4,), 3)
+    model.init()[1]["bias"].fill_(9)
+    assert model.init()[1]["bias"].max() < 9
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "classes", "options", "said"),
+    [
+        ("cnn", (1, 8, 8), 10, {}, "model='cnn': does not fit inputs of shape (1, 8, 8)"),
+        ("cnn", (1, 28, 15), 10, {}, "model='cnn': does not fit inputs of shape (1, 28, 15)"),
+        ("cnn", (784,), 10, {}, "model='cnn': does not fit inputs of shape (784,)"),
+        ("cnn", (28, 28), 10, {}, "model='cnn': does not fit inputs of shape (28, 28)"),
+        ("cnn-small", (1, 3, 8), 10, {}, "model='cnn-small': does not fit inputs of shape (1, 3, 8)"),
+        ("resnet", (1, 28, 28), 10, {}, "model='resnet': must be one of 'cnn', 'cnn-small', 'mlp'"),
+        ("mlp", (4,), 0, {}, "classes=0: must be a whole number, at least 1"),
+        ("mlp", (4,), -1, {}, "classes=-1"),
+        ("mlp", (4,), 2.5, {}, "classes=2.5"),
+        ("mlp", (4,), True, {}, "classes=True"),
+        ("mlp", (0,), 2, {}, "shape=0"),
+        ("cnn", (0, 28, 28), 2, {}, "shape=0"),
+        ("mlp", (4,), 2, {"head_layers": 3}, "head_layers=3: must be a whole number from 0 to 2"),
+        ("cnn", (1, 28, 28), 2, {"head_layers": 5}, "head_layers=5: must be a whole number from 0 to 4"),
+        ("mlp", (4,), 2, {"head_layers": -1}, "head_layers=-1"),
+        ("mlp", (4,), 2, {"head_layers": True}, "head_layers=True"),
+        ("mlp", (4,), 2, {"head_layers": 1.0}, "head_layers=1.0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(name, shape, classes, options, said):
+    with pytest.raises(ValueError, match="^" + re.escape(said)):
+        build(name, shape, classes, **options)
+
+
+# Your own modules
+
+
+class Affine(nn.Module):
+    """One number times the inputs, plus a buffer that is no parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.register_buffer("shift", torch.tensor(0.0))
+        self.meet = False
+
+    def forward(self, x):
+        if self.meet:
+            BARRIER.wait(timeout=30)
+        return x * self.scale + self.shift
+
+
+class Noisy(nn.Module):
+    def forward(self, x):
+        return F.dropout(x, 0.5, self.training)
+
+
+BARRIER = threading.Barrier(2)
+relu = nn.ReLU()  # one object in two places
+
+
+def convolutional():
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Flatten())
+
+
+@pytest.mark.parametrize(
+    ("shape", "extractor", "head"),
+    [
+        ((6,), nn.Linear(6, 4, bias=False), nn.Linear(4, 3, bias=False)),
+        ((6,), nn.Sequential(nn.Linear(6, 4), relu, nn.Linear(4, 4), relu), nn.Linear(4, 3)),
+        (
+            (1, 7, 6),
+            nn.Sequential(nn.Conv2d(1, 2, 3, padding=1, padding_mode="circular"), nn.Flatten()),
+            nn.Linear(84, 3),
+        ),
+        ((1, 7, 7), nn.Sequential(nn.MaxPool2d(2, padding=1, ceil_mode=True), nn.Flatten()), nn.Linear(16, 3)),
+        ((2, 3, 2), nn.Sequential(nn.Flatten(2), nn.Linear(6, 1), nn.Flatten()), nn.Linear(2, 3)),
+        ((6,), Affine(), nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))),
+        ((1, 6, 6), convolutional(), nn.Linear(64, 3)),
+        ((6,), nn.Identity(), nn.utils.parametrizations.weight_norm(nn.Linear(6, 3))),
+    ],
+    ids=["no bias", "shared relu", "circular", "odd pooling", "flatten 2", "custom", "batch norm", "weight norm"],
+)
+def test_your_own_modules_compute_what_they_compute(shape, extractor, head):
+    x = inputs(shape)
+    model = from_modules(extractor, head, shape, 3)
+    want = nn.Sequential(extractor, head).eval()(x)
+    nn.Sequential(extractor, head).train()
+    assert torch.equal(model.predict(model.init(), x), want)
+    assert all(not t.requires_grad for t in trees.leaves(model.init()))
+
+
+def test_trained_parameters_run_in_training_mode_and_others_in_evaluation():
+    model = from_modules(convolutional(), nn.Linear(64, 3), (1, 6, 6), 3)
+    assert model.batch_norm and model.dropout and model.convolutional
+    x, (r, _) = inputs((1, 6, 6)), model.init()
+    start = trees.clone(r)
+    assert torch.equal(model.extract(r, x), model.extract(r, x)) and trees.unequal(r, start) == 0
+    assert not torch.equal(model.extract(Trained(r), x), model.extract(Trained(r), x))  # dropout
+    mean = F.conv2d(x, r["0.weight"], r["0.bias"]).mean((0, 2, 3))
+    assert torch.allclose(r["1.running_mean"], (1 - 0.9**2) * mean, atol=1e-6)  # two updates of 1/10 from 0
+    assert r["1.num_batches_tracked"].item() == 2 and r["1.num_batches_tracked"].dtype == torch.int64
+    assert trees.unequal(model.init()[0], start) == 0  # the module itself has seen nothing
+
+
+@pytest.mark.parametrize(("head", "drops"), [(Noisy(), True), (nn.Dropout(), True), (nn.Identity(), False)])
+def test_every_kind_of_dropout_is_noticed(head, drops):
+    extractor, before = nn.Linear(6, 3), torch.get_rng_state()
+    assert from_modules(extractor, head, (6,), 3).dropout is drops
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_bundled_models_have_neither_batch_norm_nor_dropout():
+    models = [build(name, IMAGES[name], 5) for name in MODELS]
+    assert [(m.batch_norm, m.dropout, m.convolutional) for m in models] == [
+        (False, False, "cnn" in name) for name in MODELS
+    ]
+
+
+def test_threads_do_not_mix_up_their_parameters():
+    module = Affine()
+    module.meet = True  # both threads are inside forward at once, each with parameters of its own
+    part = Part(module)
+
+    def use(scale):
+        return part({"scale": torch.tensor(scale), "shift": torch.tensor(0.0)}, torch.ones(1)).item()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [list(pool.map(use, (2.0, 3.0))) for _ in range(20)] == [[2.0, 3.0]] * 20
+    assert module.scale.item() == 1.0
+
+
+@pytest.mark.parametrize("round_trip", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_model_that_was_used_can_be_copied_and_pickled(round_trip):
+    x = inputs((6,))
+    for model in (from_modules(Affine(), nn.Linear(6, 3), (6,), 3), build("mlp", (6,), 3)):
+        again = round_trip(model)
+        assert torch.equal(again.predict(model.init(), x), model.predict(model.init(), x))
+        assert trees.unequal(again.init(), model.init()) == 0
+
+
+@pytest.mark.parametrize(
+    ("extractor", "head", "shape", "said"),
+    [
+        (nn.Linear(5, 4), nn.Linear(4, 3), (6,), r"does not fit inputs of shape \(6,\)"),
+        (nn.BatchNorm2d(6), nn.Linear(6, 3), (6,), r"does not fit inputs of shape \(6,\)"),
+        (nn.Identity(), nn.Linear(6, 4), (6,), r"gives \(2, 4\) for a batch of 2, must be \(2, 3\)"),
+        (nn.Identity(), nn.Linear(6, 3), (2, 6), r"gives \(2, 2, 3\) for a batch of 2"),
+        (nn.Sequential(*[nn.Linear(6, 6)] * 2), nn.Linear(6, 3), (6,), "tensor of its own"),
+        (nn.Linear(6, 6), nn.Sequential(*[nn.Linear(6, 6)] * 2, nn.Linear(6, 3)), (6,), "tensor of its own"),
+    ],
+    ids=["width", "dimensions", "classes", "rank", "tied extractor", "tied head"],
+)
+def test_modules_that_do_not_make_a_model_are_refused(extractor, head, shape, said):
+    with pytest.raises(ValueError, match="model='custom': .*" + said):
+        from_modules(extractor, head, shape, 3)
+
+
+def test_a_name_of_both_a_parameter_and_a_buffer_is_refused():  # as in trees, which know names only
+    class Swapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift = nn.Parameter(torch.tensor(0.0))
+            self.head = nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.head(x + self.shift)
+
+    with pytest.raises(ValueError, match="a name that no buffer has"):
+        from_modules(Affine(), Swapped(), (6,), 3)
+
+
+def test_a_frozen_parameter_is_refused_rather_than_trained():
+    extractor = nn.Linear(3, 4).requires_grad_(False)
+    with pytest.raises(ValueError, match="'weight' has requires_grad=False; make it a buffer"):
+        from_modules(extractor, nn.Linear(4, 2), (3,), 2)

@@ -1,0 +1,155 @@
+"""Arithmetic on trees: hand numbers, and what shares memory with what."""
+
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pflkit import trees
+from pflkit.models import Trained
+
+ONE = torch.ones(1)
+NAN = float("nan")
+
+
+def tree(clients=3):
+    """A nested tree [clients, ...] with a leaf of integers, a scalar a client and a dict that is empty."""
+    numbers = torch.arange(clients * 4.0).reshape(clients, 2, 2)
+    return {"a": numbers, "b": ({"w": numbers[:, 0] + 100, "n": torch.arange(clients)}, {}, torch.ones(clients))}
+
+
+def memory(t):
+    return {leaf.untyped_storage().data_ptr() for leaf in trees.leaves(t)}
+
+
+def test_tree_map_keeps_the_structure_and_pairs_by_name():
+    got = trees.tree_map(torch.sub, {"x": torch.tensor(5.0), "y": ()}, {"y": (), "x": torch.tensor(3.0)})
+    assert got == {"x": torch.tensor(2.0), "y": ()} and list(got) == ["x", "y"]
+    assert type(trees.tree_map(torch.neg, Trained(a=torch.ones(1)))) is Trained
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ({"x": ONE}, {"x": ONE, "y": ONE}),
+        ({"x": ONE, "y": ONE}, {"x": ONE}),
+        ({"x": ONE}, {"y": ONE}),
+        ((ONE, ONE), (ONE,)),
+        ((), (ONE,)),
+    ],
+)
+def test_trees_of_different_structure_are_refused(a, b):
+    def put(a, b):
+        trees.put(trees.clone(a), [0], b)
+
+    for function in (lambda a, b: trees.tree_map(torch.add, a, b), trees.unequal, put):
+        with pytest.raises(ValueError, match=r"structure|zip\(\)"):
+            function(a, b)
+
+
+def test_named_leaves_are_in_the_order_of_the_tree():
+    t = (OrderedDict(z=1, a={"w": 2}), {}, 3)
+    assert trees.named_leaves(t) == [("0/z", 1), ("0/a/w", 2), ("2", 3)]
+    assert trees.leaves(t) == [1, 2, 3]
+    assert trees.named_leaves(()) == [] and trees.named_leaves(5) == [("", 5)]
+
+
+def test_average_by_hand():
+    got = trees.average(({"w": torch.tensor([[2.0, 0.0], [6.0, 4.0]])}, {}), (1, 3))
+    assert got[0]["w"].tolist() == [5.0, 3.0] and got[0]["w"].dtype == torch.float32 and got[1] == {}
+    assert trees.average(torch.tensor([1.0, 2.0, 9.0]), np.array([5, 5, 0])).item() == 1.5
+    assert trees.average(torch.tensor([7.0]), [0.1]).item() == 7.0
+
+
+def test_average_keeps_integers_and_dtypes():
+    got = trees.average({"n": torch.tensor([1, 2]), "m": torch.tensor([10, 20], dtype=torch.int32)}, [1, 3])
+    assert got["n"].dtype == torch.int64 and got["n"].item() == 2  # 1.75 rounded
+    assert got["m"].dtype == torch.int32 and got["m"].item() == 18  # 17.5 to the even neighbour
+    assert trees.average(torch.ones(2, 3, dtype=torch.float64), [1, 1]).dtype == torch.float64
+
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(FLOATS, st.lists(st.integers(0, 10**6), min_size=1, max_size=40).filter(any))
+def test_the_average_of_equal_rows_is_that_row_to_the_bit(value, weights):
+    assert trees.average(torch.tensor([value] * len(weights)), weights).item() == value
+
+
+@pytest.mark.parametrize("weights", [[], [0, 0], [1, -1], [1, NAN], [1, float("inf")], [1], [1, 1, 1], [[1, 1]], 2])
+def test_average_refuses_bad_weights(weights):
+    with pytest.raises(ValueError, match="weights="):
+        trees.average(torch.ones(2, 3), weights)
+
+
+def test_take_put_and_row():
+    t = tree()
+    rows = trees.take(t, np.array([2, 0]))
+    assert rows["b"][0]["n"].tolist() == [2, 0] and rows["a"][0].tolist() == [[8.0, 9.0], [10.0, 11.0]]
+    assert memory(rows).isdisjoint(memory(t))
+    new = trees.tree_map(lambda r: r + 1000, rows)
+    trees.put(t, np.array([1, 2]), new)
+    assert t["b"][0]["n"].tolist() == [0, 1002, 1000]
+    assert (
+        trees.unequal(trees.take(t, [1, 2]), new) == 0
+        and trees.unequal(trees.take(t, [0]), trees.take(tree(), [0])) == 0
+    )
+    assert memory(t).isdisjoint(memory(new))
+    assert trees.row(t, 1)["b"][2].shape == () and memory(trees.row(t, 1)) == memory(t)
+
+
+def test_put_goes_by_name():
+    t = {"head": torch.zeros(2), "W": torch.zeros(2)}
+    trees.put(t, [0], {"W": torch.tensor([1.0]), "head": torch.tensor([2.0])})
+    assert t["head"].tolist() == [2, 0] and t["W"].tolist() == [1, 0]
+
+
+def test_expand_shares_and_repeat_does_not():
+    one = trees.row(tree(), 1)
+    seen, copies = trees.expand(one, 4), trees.repeat(one, 4)
+    assert memory(seen) == memory(one) and memory(copies).isdisjoint(memory(one))
+    assert trees.unequal(seen, copies) == 0 and seen["a"].shape == (4, 2, 2)
+    copies["a"][0] = -1
+    assert trees.unequal(trees.row(copies, 1), one) == 0
+
+
+def test_clone_ones_like_full_like():
+    t = trees.expand(tree(), 2)
+    for copy in (trees.clone(t), trees.ones_like(t), trees.full_like(t, 0.25)):
+        assert memory(copy).isdisjoint(memory(t)) and [x.shape for x in trees.leaves(copy)] == [
+            x.shape for x in trees.leaves(t)
+        ]
+    trees.clone(t)["a"][0] = -1  # each row of a clone has memory of its own
+    assert trees.unequal(trees.row(t, 0), trees.row(t, 1)) == 0
+    assert trees.ones_like(t)["a"].unique().tolist() == [1] and trees.full_like(t, 0.25)["a"].unique().tolist() == [
+        0.25
+    ]
+
+
+def test_lerp_by_hand():
+    start, end = {"w": torch.tensor([0.0, 2.0, 4.0])}, {"w": torch.tensor([1.0, 4.0, 0.0])}
+    assert trees.lerp(start, end, {"w": torch.tensor([0.0, 0.5, 1.0])})["w"].tolist() == [0.0, 3.0, 0.0]
+
+
+def test_nbytes_counts_one_client():
+    # float32 2x2, float32 2, int64, float32; shared or not, every client receives its own
+    assert trees.nbytes(tree()) == trees.nbytes(trees.expand(trees.row(tree(), 0), 50)) == 16 + 8 + 8 + 4
+    assert trees.nbytes({"x": torch.zeros(2, 3, dtype=torch.float64)}) == 24 and trees.nbytes(()) == 0
+
+
+def test_unequal():
+    a, b = tree(), tree()
+    assert trees.unequal(a, b) == 0 and trees.unequal((), ()) == 0
+    b["b"][0]["w"][2, 1] += 0.5
+    b["a"][0, 0, 0] -= 0.25
+    assert trees.unequal(a, b) == trees.unequal(b, a) == 0.5
+    b["b"][2][0] = NAN
+    assert np.isnan(trees.unequal(a, b)) and np.isnan(trees.unequal(b, b))
+    infinite = {"x": torch.tensor([float("inf")])}
+    assert trees.unequal(infinite, infinite) == 0 and trees.unequal(infinite, {"x": torch.zeros(1)}) == float("inf")
+    assert np.isnan(trees.unequal(torch.zeros(3, 1), torch.zeros(1, 3)))
+    assert trees.unequal({"x": torch.ones(2), "y": torch.zeros(2)}, {"y": torch.zeros(2), "x": torch.ones(2)}) == 0
