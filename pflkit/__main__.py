@@ -1,5 +1,6 @@
 """The command line: python -m pflkit [run | list] ..."""
 
+import re
 import sys
 
 import click
@@ -10,8 +11,25 @@ from pflkit.methods import METHODS
 
 def refuse(error):
     """Ends with one line for bad input."""
-    click.echo(f"pflkit: {error}", err=True)
+    click.echo(f"pflkit: {' '.join(str(error).split())}", err=True)
     sys.exit(2)
+
+
+class Loader(yaml.SafeLoader):
+    """YAML that takes 1e-3 for the number it is; YAML 1.1 asks for 1.0e-3."""
+
+
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def value_of(text):
+    """The value that `text` stands for in YAML."""
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{text!r}: must be a value in YAML: {error}") from None
 
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -31,14 +49,14 @@ def main(context, profile, only, pairs, blocks, write):
     from pflkit.reproduce import reproduce
 
     try:
-        parameters = {name: yaml.safe_load(value) for name, value in pairs}
+        parameters = {name: value_of(value) for name, value in pairs}
         for block in blocks:
-            loaded = yaml.safe_load(block)
+            loaded = value_of(block)
             if not isinstance(loaded, dict):
                 raise ValueError(f"-y {block!r}: must be a mapping of names to values")
             parameters |= loaded
         failed = reproduce(profile, only, parameters, write, say=lambda line: click.echo(line))
-    except (ValueError, yaml.YAMLError) as error:
+    except ValueError as error:
         refuse(error)
     sys.exit(1 if failed else 0)
 
@@ -76,8 +94,10 @@ def run(method, pairs, join_ratio, **options):
     try:
         settings = dict(_setting(pair) for pair in pairs)
         history = experiment(method, settings=settings, join_ratio=_ratio(join_ratio), progress=1, **options)
-    except (ValueError, FileNotFoundError, FloatingPointError) as error:
+    except (ValueError, OSError) as error:
         refuse(error)
+    except FloatingPointError as error:
+        raise click.ClickException(str(error)) from None  # diverged: no bad input, ends with 1
     numbers = history.summary()
     shown = [f"{name}={numbers[name]:.4f}" for name in ("accuracy", "before", "after", "best")]
     shown += [f"{name}={numbers[name]}" for name in ("bytes_up", "bytes_down")]
@@ -88,7 +108,7 @@ def _setting(pair):
     name, equals, value = pair.partition("=")
     if not equals:
         raise ValueError(f"--set {pair!r}: must be NAME=VALUE")
-    return name, yaml.safe_load(value)
+    return name, value_of(value)
 
 
 def _ratio(text):

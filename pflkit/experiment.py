@@ -139,6 +139,7 @@ def experiment(
     """
     chosen = make(method, **(settings or {}))
     integer("rounds", rounds, 1)
+    integer("seed", seed, 0)
     loaded = data.load(dataset, root=data_root)
     name = model or DEFAULT_MODEL.get(dataset) or ("cnn" if _fits_cnn(loaded.shape) else "mlp")
     net = models.build(name, loaded.shape, loaded.num_classes, seed=seed)

@@ -36,7 +36,7 @@ class Parameter:
             return checks.integer(name, value, self.low)
         if isinstance(self.small, float):
             return checks.real(name, value, self.low)
-        if not isinstance(value, str):
+        if not isinstance(value, str | Path):
             raise ValueError(f"{name}={value!r}: must be a string")
         return value
 
@@ -55,13 +55,14 @@ def settle(namespace, **parameters):
     `namespace` is the notebook's globals(), and is changed. Besides its own `parameters` every notebook has the four of
     COMMON; `out` (where figures and tables go; by default a folder of figures/) and `saved` (where runs are saved and
     taken up again; by default runs/) become Paths. Raises ValueError for an unknown name, which a typing error in a
-    papermill parameter leaves behind, and for a wrong type or value.
+    papermill parameter leaves behind, and for a wrong type or value. The cell may be run again in the same kernel: what
+    later cells have named since is not taken for parameters, and a name that was refused is forgotten.
     """
     parameters = COMMON | parameters
     literal = (bool, int, float, str, list, dict, tuple, type(None))
     public = {k for k, v in namespace.items() if not k.startswith("_") and k not in IPYTHON and isinstance(v, literal)}
-    for name in sorted(public - set(parameters)):
-        raise ValueError(f"{name}={namespace[name]!r}: {unknown(name, parameters)}")
+    for name in sorted(public - set(parameters)) if "_settled" not in namespace else ():
+        raise ValueError(f"{name}={namespace.pop(name)!r}: {unknown(name, parameters)}")
     profile = COMMON["profile"].check("profile", namespace.get("profile"))
     for name, parameter in parameters.items():
         value = namespace.get(name)
@@ -72,6 +73,7 @@ def settle(namespace, **parameters):
     for name, folder in (("out", latest), ("saved", "runs")):
         namespace[name] = Path(namespace[name] or root() / folder)
         namespace[name].mkdir(parents=True, exist_ok=True)
+    namespace["_settled"] = True
 
 
 def unknown(name, parameters):

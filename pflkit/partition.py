@@ -62,13 +62,15 @@ class Partition:
     def describe(self):
         """One row a client: its train and test samples, its distinct classes, and the entropy of its labels in bits."""
         counts = self.counts()
-        return pd.DataFrame({
-            "client": np.arange(self.num_clients),
-            "train": [len(part) for part in self.train],
-            "test": [len(part) for part in self.test],
-            "classes": (counts > 0).sum(1),
-            "entropy": [entropy(row) for row in counts],
-        })
+        return pd.DataFrame(
+            {
+                "client": np.arange(self.num_clients),
+                "train": [len(part) for part in self.train],
+                "test": [len(part) for part in self.test],
+                "classes": (counts > 0).sum(1),
+                "entropy": [entropy(row) for row in counts],
+            }
+        )
 
 
 def entropy(counts):

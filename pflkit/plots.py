@@ -171,3 +171,175 @@ def _round_counts(largest):
     """
     top = max(m * 10**e for e in range(len(str(largest))) for m in (1, 2, 5) if m * 10**e <= largest)
     return sorted({top // 25, top // 5, top} - {0})
+
+
+def images(dataset, rows, ax=None):
+    """Samples as pictures, a row for each of `rows`: {its label: indices into `dataset`, as many in every row}."""
+    pictures = dataset.x[np.stack(list(rows.values()))].numpy()  # [rows, columns, C, H, W]
+    lines, columns, channels, height, width = pictures.shape
+    edge = max(1, height // 14)
+    framed = np.ones((lines, height + edge, columns, width + edge, channels))
+    framed[:, :height, :, :width] = pictures.transpose(0, 3, 1, 4, 2) / 2 + 0.5
+    mosaic = framed.reshape(lines * (height + edge), columns * (width + edge), channels)[..., :3]
+    with axes(ax, 1.5 + 0.45 * columns, 0.3 + 0.45 * lines) as ax:
+        ax.imshow(mosaic.squeeze(), cmap="gray", vmin=0, vmax=1)
+        ax.set_yticks(np.arange(lines) * (height + edge) + height / 2, rows)
+        ax.tick_params(left=False)
+        ax.set_xticks([])
+        ax.grid(visible=False)
+        ax.spines[:].set_visible(False)
+    return ax.figure
+
+
+def lines(table, x, y, by=None, ax=None):
+    """`y` against the positive numbers `x` on a logarithmic axis: the mean of rows with equal `x`, in a band of one
+    standard deviation; with `by`, a line for each of that column's values, which are methods or variants of them.
+    """
+    parts = {None: table} if by is None else dict(list(table.groupby(by, sort=False)))
+    with axes(ax) as ax:
+        for name, part in parts.items():
+            stats = part.groupby(x)[y].agg(["mean", "std"]).fillna(0)
+            style_of = look(name) if by else {"color": COLOURS[0], "marker": "o"}
+            ax.plot(stats.index, stats["mean"], label=name, markersize=5, linewidth=1.6, **style_of)
+            low, high = stats["mean"] - stats["std"], stats["mean"] + stats["std"]
+            ax.fill_between(stats.index, low, high, color=style_of["color"], alpha=0.15, linewidth=0)
+        ax.set(xscale="log", xlabel=x, ylabel=y)
+        ax.set_xticks(values := sorted(set(table[x])), [f"{value:g}" for value in values])
+        ax.set_xticks([], minor=True)
+        if by:
+            ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    return ax.figure
+
+
+def watched(runs, name="W", ax=None):
+    """A watched value over rounds: above, how its elements are spread; below, the shares that are exactly 0 and 1.
+
+    `runs` is {label: a History, or a list of them, one a seed}, a column each; all numbers are means over seeds.
+    `ax`, if given, is an array of axes [2, columns].
+    """
+    table, labels = tables.watched(runs, name), list(runs)
+    with style():
+        if ax is None:
+            grid = {"height_ratios": (2.2, 1)}
+            size = (4.6 * len(labels) + 1.4, 4.6)
+            look_of = {"sharex": True, "sharey": "row", "squeeze": False, "layout": "constrained"}
+            ax = plt.subplots(2, len(labels), figsize=size, gridspec_kw=grid, **look_of)[1]
+            plt.close(ax[0, 0].figure)
+        for label, (top, low) in zip(labels, ax.T, strict=True):
+            t = table[table["method"] == label].set_index("round")
+            top.fill_between(t.index, t["q05"], t["q95"], color=COLOURS[2], alpha=0.18, linewidth=0, label="5 to 95 %")
+            top.fill_between(t.index, t["q25"], t["q75"], color=COLOURS[2], alpha=0.4, linewidth=0, label="25 to 75 %")
+            top.plot(t.index, t["q50"], color=COLOURS[2], linewidth=1.8, label="median")
+            top.plot(t.index, t["mean"], color="0.15", linewidth=1.6, linestyle="--", label="mean")
+            top.set(title=label, ylim=(-0.03, 1.03))
+            for share, colour, line in (("share_1", COLOURS[0], "-"), ("share_0", COLOURS[1], "--")):
+                text = f"exactly {share[-1]}"
+                low.plot(t.index, 100 * t[share], color=colour, linestyle=line, linewidth=1.6, label=text)
+            low.set(xlabel="round", ylim=(0, None))
+            low.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+        ax[0, 0].set_ylabel(f"elements of ${name}$")
+        ax[1, 0].set_ylabel("share (%)")
+        for last in ax[:, -1]:
+            last.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        ax[0, 0].figure.canvas.figure.draw_without_rendering()
+    return ax[0, 0].figure
+
+
+def by_setting(runs, xlabel, fixed=(), ax=None):
+    """Accuracy in the last round before and after local training, for each setting: mean over seeds ± one standard
+    deviation. `runs` is {label: a History, or a list of them}; labels in `fixed` are set apart at the right.
+    """
+    table = tables.by_setting(runs)
+    labels = [label for label in runs if label not in fixed] + list(fixed)
+    place = {label: i + 0.4 * (i + 1 - len(labels) + len(fixed)) * (label in fixed) for i, label in enumerate(labels)}
+    with axes(ax) as ax:
+        for point, colour, marker, shift in (("before", COLOURS[0], "o", -0.05), ("after", COLOURS[1], "s", 0.05)):
+            stats = (100 * table.groupby("setting")[point].agg(["mean", "std"]).fillna(0)).loc[labels]
+            for part in ([x for x in labels if x not in fixed], list(fixed)):
+                x, rows = [place[label] + shift for label in part], stats.loc[part]
+                line = {"color": colour, "marker": marker, "linestyle": "-" if part and part[0] not in fixed else ""}
+                named = {"label": f"{point} local training"} if line["linestyle"] else {}
+                ax.errorbar(x, rows["mean"], rows["std"], capsize=3, linewidth=1.5, markersize=6, **line, **named)
+        if fixed:
+            ax.axvline(place[fixed[0]] - 0.7, color="0.7", linewidth=1)
+        ax.set_xticks(list(place.values()), labels)
+        ax.set(xlabel=xlabel, ylabel="accuracy, mean over clients (%)")
+        ax.grid(axis="x", visible=False)
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    return ax.figure
+
+
+def fedah_schematic(ax=None):
+    """FedAH's round as a picture: what travels, what a client keeps, and its head as a mix of two, cell by cell."""
+    blue, orange = (np.array(mpl.colors.to_rgb(COLOURS[i])) for i in (0, 1))
+    share = np.array([[1.0, 0.8, 1.0, 0.3], [0.0, 1.0, 0.6, 1.0], [0.9, 0.1, 1.0, 0.5]])
+    glob, own = (np.broadcast_to(0.35 + 0.65 * colour, (3, 4, 3)) for colour in (blue, orange))
+    mix = own + (glob - own) * share[..., None]
+    with axes(ax, 10, 5.4) as ax:
+        ax.set(xlim=(0, 13.3), ylim=(0, 7.1), aspect="equal")
+        ax.set_axis_off()
+        for shift in (0.36, 0.18, 0):
+            _panel(ax, 4.2 + shift, 0.1 + shift, 8.6, 6.3, "0.99" if shift == 0 else "0.95")
+        _panel(ax, 0.1, 1.5, 2.3, 4.9, "0.97")
+        ax.text(1.25, 6.0, "server", ha="center", weight="bold")
+        ax.text(4.5, 6.0, "client $i$; all clients work at the same time", weight="bold")
+        _block(ax, 0.65, 4.75, "$r^t$")
+        _cells(ax, 0.65, 3.4, glob, below="$h^t$")
+        ax.text(1.25, 2.15, "7  average\nall $r_i$, $h_i$", ha="center", va="center", fontsize=9)
+        _cells(ax, 5.1, 4.2, glob, above="$h^t$  global head")
+        _cells(ax, 8.0, 4.2, np.repeat(1 - 0.75 * share[..., None], 3, 2), above="2  learn $W_i$")
+        _cells(ax, 10.8, 4.2, own, above="$h_i$  own head")
+        for row, column in np.ndindex(3, 4):
+            at = 8.15 + 0.3 * column, 4.35 + 0.3 * (2 - row)
+            text, colour = f"{share[row, column]:g}".lstrip("0") or "0", "w" if share[row, column] > 0.55 else "k"
+            ax.text(*at, text, ha="center", va="center", fontsize=6, color=colour)
+        _block(ax, 5.1, 1.6, "$r_i$")
+        ax.text(5.7, 1.3, "trained extractor", ha="center", va="center")
+        _cells(ax, 8.0, 1.6, mix, below=r"$\hat{h}_i$  mixed head")
+        _cells(ax, 10.8, 1.6, mix * 0.9, below="$h_i$  trained head")
+        ax.plot([11.4, 11.4, 5.7], [1.0, 0.4, 0.4], color="0.25", linewidth=1.3)
+        for start, end, text, at in (
+            ((2.4, 5.0), (4.2, 5.0), "1  send\n$r^t$, $h^t$", (3.3, 5.5)),
+            ((6.3, 4.15), (7.9, 2.6), "", (0, 0)),
+            ((10.7, 4.15), (9.3, 2.6), "", (0, 0)),
+            ((8.6, 4.1), (8.6, 2.6), "3  mix", (9.05, 3.6)),
+            ((9.3, 2.05), (10.7, 2.05), "4  train\nthe head", (10.0, 1.6)),
+            ((5.7, 0.4), (5.7, 1.1), "5  train the extractor under that head", (8.6, 0.62)),
+            ((11.4, 2.6), (11.4, 4.1), "6  keep for\nnext round", (12.1, 3.35)),
+            ((4.2, 2.05), (2.4, 2.05), "6  upload\n$r_i$, $h_i$", (3.3, 1.55)),
+        ):
+            ax.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": "0.25", "linewidth": 1.3})
+            ax.text(*at, text, ha="center", va="center", fontsize=9, linespacing=1.2)
+    return ax.figure
+
+
+def _panel(ax, x, y, width, height, colour):
+    shape = mpl.patches.FancyBboxPatch((x, y), width, height, "round,pad=0,rounding_size=0.2", fc=colour, ec="0.6")
+    ax.add_patch(shape)
+
+
+def _block(ax, x, y, text):
+    """An extractor: a trapezium from wide (inputs) to narrow (features)."""
+    corners = [(x, y), (x, y + 0.9), (x + 1.2, y + 0.7), (x + 1.2, y + 0.2)]
+    ax.add_patch(mpl.patches.Polygon(corners, fc="0.82", ec="0.4"))
+    ax.text(x + 0.55, y + 0.45, text, ha="center", va="center")
+
+
+def _cells(ax, x, y, colours, above="", below="", side=0.3):
+    """A matrix as coloured cells [rows, columns, 3], its lower left corner at (x, y), with text above and below."""
+    rows, columns, _ = colours.shape
+    for row, column in np.ndindex(rows, columns):
+        corner = x + side * column, y + side * (rows - 1 - row)
+        ax.add_patch(mpl.patches.Rectangle(corner, side, side, fc=colours[row, column], ec="w", linewidth=1))
+    for text, at in ((above, y + side * rows + 0.3), (below, y - 0.3)):
+        ax.text(x + side * columns / 2, at, text, ha="center", va="center")
+
+
+def panels(rows, columns, width, height, title=None, **options):
+    """A new figure of rows x columns axes in the house style, and its axes; `options` are those of plt.subplots."""
+    with style():
+        figure, axs = plt.subplots(rows, columns, figsize=(width, height), layout="constrained", **options)
+        if title:
+            figure.suptitle(title, x=0.01, ha="left")
+        plt.close(figure)  # pyplot forgets it
+    return figure, axs

@@ -25,6 +25,7 @@ def reproduce(profile="small", only=(), parameters=None, write=False, say=print)
     given = {"profile": profile, **(parameters or {})}
     known = {path: _parameters(path) for path in notebooks}
     _check(given, known)
+    profile = given["profile"]
     out = root() / "figures" / profile
     if profile == "small" and not write and any(out.glob("*.ipynb")):
         out = out.with_name("latest-small")

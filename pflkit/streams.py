@@ -15,7 +15,9 @@ def seed_of(seed, *names):
     Strings enter by crc32, because Python's own hash() of a string differs from process to process; the number of names
     enters too, because numpy takes ("x",) and ("x", 0) for the same.
     """
-    return np.random.SeedSequence([seed, len(names), *(zlib.crc32(n.encode()) if isinstance(n, str) else n for n in names)])
+    return np.random.SeedSequence(
+        [seed, len(names), *(zlib.crc32(n.encode()) if isinstance(n, str) else n for n in names)]
+    )
 
 
 def rng(seed, *names):

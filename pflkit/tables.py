@@ -89,3 +89,32 @@ def _lists(runs):
 def _spread(values):
     text = f"{100 * values.mean():.1f}"
     return text if len(values) == 1 else f"{text} ± {100 * values.std():.1f}"
+
+
+def watched(runs, name):
+    """A watched value behind `plots.watched`: method, round, mean, quantiles, shares of exact 0 and 1; over seeds."""
+    parts = {}
+    for method, histories in _lists(runs).items():
+        table = pd.concat(h.watch for h in histories)
+        parts[method] = table[table["name"] == name].groupby("round").mean(numeric_only=True)
+    return pd.concat(parts, names=["method"]).reset_index()
+
+
+def by_setting(runs):
+    """Accuracies behind `plots.by_setting`: setting, seed (0, 1, ...), before, after, in the last round."""
+    rows = [
+        {"setting": label, "seed": seed} | {point: history.summary()[point] for point in ("before", "after")}
+        for label, histories in _lists(runs).items()
+        for seed, history in enumerate(histories)
+    ]
+    return pd.DataFrame(rows)
+
+
+def titled(table, path, title):
+    """Saves `table` as `path`.csv and, under its title, as `path`.md; returns the latter for a notebook to show."""
+    from IPython.display import Markdown
+
+    save(table, path)
+    text = f"**{title}**\n\n{markdown(table)}"
+    Path(f"{path}.md").write_text(text)
+    return Markdown(text)

@@ -219,7 +219,7 @@ def test_changed_data_have_another_folder():
     "module", ["pflkit.methods.fedah", "pflkit.methods.fedrep", "pflkit.training", "pflkit.partition"]
 )
 def test_changed_code_has_another_folder(module, monkeypatch):
-    """FedAH uses FedRep's losses, so a change there may change FedAH's results; FedPer's file is none of its business."""
+    """FedAH uses FedRep's losses, so a change there may change FedAH's results; FedPer's file is not used."""
     before = folder_of(make("fedah"), federation())
     source = experiment.inspect.getsource
     changed = sys.modules[module]

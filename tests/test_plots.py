@@ -6,9 +6,11 @@ from itertools import pairwise
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import pytest
+import torch
 
-from pflkit import partition, plots
+from pflkit import data, partition, plots
 
 HAND = partition.custom([0, 0, 1, 1, 2, 2, 2, 0], train=[[0, 1], [4, 5]], test=[[2], [6, 3]])
 SETTINGS = [(10, 10), (20, 10), (100, 10), (20, 100), (100, 100)]
@@ -116,3 +118,44 @@ def test_style_is_a_context():
     with plots.style():
         assert not plt.figure().subplots().spines["top"].get_visible()
     assert mpl.rcParams["axes.spines.top"] == before
+
+
+def test_pictures_lie_in_rows_with_a_frame_between():
+    x = torch.stack([torch.full((1, 2, 3), value) for value in (-1.0, 0.0, 1.0)])
+    pool = data.Dataset("three", x, np.array([0, 1, 0]), (0, 1))
+    ax = plots.images(pool, {"first": [0, 1], "second": [2, 0]}).axes[0]
+    black, grey, white = [[0.0] * 3], [[0.5] * 3], [[1.0] * 3]
+    edge = [[1.0]]
+    rows = [np.hstack([black * 2, edge * 2, grey * 2, edge * 2]), np.ones((1, 8))]
+    rows += [np.hstack([white * 2, edge * 2, black * 2, edge * 2]), np.ones((1, 8))]
+    assert ax.images[0].get_array().tolist() == np.vstack(rows).tolist()
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["first", "second"]
+
+
+def test_pictures_in_colour():
+    x = torch.rand(2, 3, 20, 20, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    shown = plots.images(data.Dataset("two", x, np.array([0, 1]), (0, 1)), {"a": [0], "b": [1]}).axes[0].images[0]
+    np.testing.assert_allclose(shown.get_array()[21:41, :20], x[1].permute(1, 2, 0) / 2 + 0.5, rtol=1e-6)
+
+
+def test_lines_show_mean_and_spread_at_each_value():
+    table = pd.DataFrame({"beta": [0.1, 0.1, 10, 10], "accuracy": [60.0, 80.0, 90.0, 90.0], "method": "local"})
+    for by in (None, "method"):
+        ax = plots.lines(table, "beta", "accuracy", by).axes[0]
+        (line,) = ax.lines
+        assert line.get_xydata().tolist() == [[0.1, 70], [10, 90]]
+        band = ax.collections[0].get_paths()[0].vertices
+        edges = {y for x, y in band if x == 0.1}
+        assert (min(edges), max(edges)) == pytest.approx((70 - np.sqrt(200), 70 + np.sqrt(200)))
+        assert {y for x, y in band if x == 10} == {90}
+        assert [label.get_text() for label in ax.get_xticklabels()] == ["0.1", "10"]
+        assert ax.get_xscale() == "log"
+    assert line.get_color() == plots.look("local")["color"]
+
+
+def test_panels_are_one_figure_that_pyplot_does_not_hold():
+    figure, axs = plots.panels(1, 2, 8, 3, "Title", sharey=True)
+    assert figure.axes == list(axs)
+    assert figure.get_size_inches().tolist() == [8, 3]
+    assert figure.get_suptitle() == "Title"
+    assert plt.get_fignums() == []

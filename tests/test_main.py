@@ -1,0 +1,251 @@
+"""The command line: what it prints, what it refuses in one line, and where its results go."""
+
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from pflkit import reproduce
+from pflkit.__main__ import main, value_of
+from pflkit.methods import METHODS
+
+SMALL = ["--clients", "4", "--rounds", "2"]
+LAST = re.compile(
+    r"accuracy=(?P<accuracy>\S+) before=(?P<before>\S+) after=(?P<after>\S+) best=(?P<best>\S+)"
+    r" bytes_up=(?P<up>\d+) bytes_down=(?P<down>\d+) seconds=(?P<seconds>\d+\.\d)"
+)
+MLP = 64 * 64 + 64 + 64 * 10 + 10  # parameters of the model for digits
+
+
+@pytest.fixture(autouse=True)
+def no_settings_of_the_user(monkeypatch):
+    monkeypatch.delenv("PFLKIT_DATA", raising=False)
+
+
+def call(*arguments):
+    """The finished command, which has shown no traceback."""
+    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done
+
+
+def printed(*arguments):
+    """The lines that a successful command prints."""
+    done = call(*arguments)
+    assert done.exit_code == 0, done.output
+    assert done.stderr == ""
+    return done.stdout.splitlines()
+
+
+def refused(*arguments):
+    """The one line that a refused command prints."""
+    done = call(*arguments)
+    assert done.exit_code == 2, done.output
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("pflkit: ")
+    return line.removeprefix("pflkit: ")
+
+
+# --- list, run -------------------------------------------------------------------------------------------------------
+
+
+def test_list_prints_a_line_per_method():
+    lines = printed("list")
+    assert [line.split()[0] for line in lines] == list(METHODS)
+    assert all(len(line.split(maxsplit=1)) == 2 for line in lines)
+
+
+def test_run_prints_a_line_a_round_and_last_its_numbers():
+    *rounds, last = printed("run", "fedavg", *SMALL)
+    assert [re.match(r"fedavg  round (\d)/2  before 0\.\d{4}  after ", line)[1] for line in rounds] == ["1", "2"]
+    numbers = LAST.fullmatch(last).groupdict()
+    accuracies = {name: float(numbers[name]) for name in ("accuracy", "before", "after", "best")}
+    assert all(0 <= value <= 1 for value in accuracies.values())
+    assert accuracies["accuracy"] == accuracies["before"] <= accuracies["best"]
+    assert int(numbers["up"]) == int(numbers["down"]) == 2 * 4 * MLP * 4  # rounds, clients, parameters, bytes of each
+
+
+@pytest.mark.parametrize(
+    ("ratio", "joined"), [("1", {4}), ("0.5", {2}), ("0.01", {1}), ("0.5:1", {2, 3, 4}), ("0.25:0.25", {1})]
+)
+def test_join_ratio_is_a_number_or_a_range(ratio, joined):
+    *_, last = printed("run", "fedavg", *SMALL, "--join-ratio", ratio)
+    sent = int(LAST.fullmatch(last)["up"]) / (4 * MLP)  # by how many, over both rounds
+    assert sent in {a + b for a in joined for b in joined}
+
+
+def test_settings_of_a_method_change_its_result():
+    plain = printed("run", "fedah", *SMALL)[-1]
+    weighted = printed("run", "fedah", *SMALL, "--set", "weight_lr=1e+2", "--set", "weight_epochs=2")[-1]
+    assert LAST.fullmatch(plain)["after"] != LAST.fullmatch(weighted)["after"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 1e-3),
+        ("2E4", 2e4),
+        ("1", 1),
+        ("0.5", 0.5),
+        ("false", False),
+        ("abc", "abc"),
+        ("", None),
+        ("[1, 1e1]", [1, 10.0]),
+    ],
+)
+def test_values_are_yaml_and_numbers_in_any_notation(text, value):
+    assert value_of(text) == value
+    assert type(value_of(text)) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "beginning"),
+    [
+        ("nope", "method='nope': must be one of 'local', 'fedavg'"),
+        ("local --dataset x", "dataset='x': must be one of 'digits'"),
+        ("local --dataset x.npz", "[Errno 2] No such file or directory: 'x.npz'"),
+        ("local --model x", "model='x': must be one of"),
+        ("local --model cnn", "model='cnn': does not fit inputs of shape (1, 8, 8)"),
+        ("local --partition x", "partition='x': must be one of 'iid', 'pathological'"),
+        ("local --partition iid --beta 1", "beta=1.0: not a setting of partition 'iid'"),
+        ("local --classes 2", "classes=2: not a setting of partition 'dirichlet'"),
+        ("local --partition pathological --classes 11", "classes=11: must be a whole number from 1 to 10"),
+        ("local --beta 0", "beta=0.0: must be a finite number"),
+        ("local --beta nan", "beta=nan: must be a finite number"),
+        ("local --clients 0", "clients=0: must be a whole number, at least 1"),
+        ("local --clients 1000", "clients=1000: 1797 samples are too few"),
+        ("local --rounds 0", "rounds=0: must be a whole number, at least 1"),
+        ("local --lr nan", "lr=nan: must be a finite number"),
+        ("local --lr -1", "lr=-1.0: must be a finite number"),
+        ("local --batch-size 0", "batch_size=0: must be a whole number, at least 1"),
+        ("local --epochs -1", "epochs=-1: must be a whole number"),
+        ("local --seed -1", "seed=-1: must be a whole number, at least 0"),
+        ("local --engine x", "engine='x': must be one of 'auto'"),
+        ("local --device x", "device='x': cannot be used here"),
+        ("local --join-ratio 0", "join_ratio=0.0: "),
+        ("local --join-ratio 1.5", "join_ratio=1.5: "),
+        ("local --join-ratio -0.5", "join_ratio=-0.5: "),
+        ("local --join-ratio nan", "join_ratio=nan: "),
+        ("local --join-ratio 0.5:0.2", "join_ratio=(0.5, 0.2): "),
+        ("local --join-ratio abc", "join_ratio='abc': "),
+        ("local --join-ratio 1:2:3", "join_ratio='1:2:3': "),
+        ("local --set x=1", "x=1: local has no such setting"),
+        ("fedah --set weigth_lr=1", "weigth_lr=1: fedah has no such setting; its settings: weight_lr"),
+        ("fedah --set weight_lr=fast", "weight_lr='fast': must be of type float"),
+        ("fedah --set weight_lr=nan", "weight_lr='nan': must be of type float"),
+        ("fedah --set weight_lr", "--set 'weight_lr': must be NAME=VALUE"),
+        ("fedah --set weight_lr=[1", "'[1': must be a value in YAML: "),
+    ],
+)
+def test_bad_input_is_refused_in_one_line_that_names_it(arguments, beginning):
+    assert refused("run", *arguments.split()).startswith(beginning)
+
+
+@pytest.mark.parametrize("arguments", ["run local --clients many", "run local --rounds 1.5", "run", "bogus", "--bogus"])
+def test_what_cannot_be_read_is_refused_with_usage(arguments):
+    done = call(*arguments.split())
+    assert done.exit_code == 2
+    assert done.stderr.startswith("Usage: ")
+
+
+def test_results_are_kept_and_read_again(tmp_path):
+    arguments = ["run", "fedavg", *SMALL, "--out", tmp_path / "runs"]
+    first = printed(*arguments)
+    again = printed(*arguments)
+    assert re.match(r"fedavg: 2 of 2 rounds read from fedavg-\w+, computed \d{4}-\d\d-\d\d", again[0])
+    assert again[1:] == first[-1:]
+
+
+def test_a_place_that_cannot_hold_results_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    assert "file/fedavg-" in refused("run", "fedavg", *SMALL, "--out", tmp_path / "file")
+
+
+def test_a_data_set_of_ones_own(tmp_path):
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "mine.npz", x=rng.random((60, 5)), y=["no", "yes"] * 30)
+    *_, last = printed("run", "local", "--dataset", tmp_path / "mine.npz", "--partition", "iid", *SMALL)
+    assert LAST.fullmatch(last)
+
+
+def test_data_root_goes_before_the_environment(tmp_path, monkeypatch):
+    """Truncated files of both places: the message names the one that was looked at."""
+    for folder in ("given", "environment"):
+        raw = tmp_path / folder / "FashionMNIST/raw"
+        raw.mkdir(parents=True)
+        (raw / "train-images-idx3-ubyte").touch()
+    arguments = ["run", "local", "--dataset", "fashion-mnist"]
+    monkeypatch.setenv("PFLKIT_DATA", str(tmp_path / "environment"))
+    assert refused(*arguments).startswith(
+        f"{tmp_path / 'environment'}/FashionMNIST/raw/train-images-idx3-ubyte is corrupt"
+    )
+    given = refused(*arguments, "--data-root", tmp_path / "given")
+    assert given.startswith(f"{tmp_path / 'given'}/FashionMNIST/raw/train-images-idx3-ubyte is corrupt")
+
+
+def test_as_a_module():
+    """`python -m pflkit` is the same command, quiet on warnings and with the exit code of a refusal."""
+    command = [sys.executable, "-W", "error", "-m", "pflkit", "run", "nope"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert re.fullmatch(r"pflkit: method='nope': must be one of .*\n", done.stderr)
+
+
+# --- the main job ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def not_run(monkeypatch):
+    """Fails the test if a notebook is run."""
+    monkeypatch.setattr(reproduce, "_execute", lambda *_: pytest.fail("a notebook was run"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "beginning"),
+    [
+        (["--only", "77"], "only='77': no notebook starts so; there are 00_quickstart"),
+        (["--profile", "tiny"], "profile='tiny': must be one of 'smoke', 'small', 'paper'"),
+        (["-p", "profile", "tiny"], "profile='tiny': must be one of 'smoke', 'small', 'paper'"),
+        (["-p", "clinets", "3"], "clinets=3: no such parameter. Did you mean 'clients'?"),
+        (["-p", "rounds", "many"], "rounds='many': must be of type int"),
+        (["-p", "rounds", "1.5"], "rounds=1.5: must be of type int"),
+        (["-p", "rounds", "true"], "rounds=True: must be of type int"),
+        (["-p", "fresh", "maybe"], "fresh='maybe': must be of type bool"),
+        (["-p", "fresh", "1"], "fresh=1: must be of type bool"),
+        (["-p", "dataset", "5"], "dataset=5: must be of type str"),
+        (["-p", "out", ""], "out=None: must be of type str"),
+        (["-y", "{clinets: 3}"], "clinets=3: no such parameter. Did you mean 'clients'?"),
+        (["-y", "5"], "-y '5': must be a mapping of names to values"),
+        (["-y", "{a"], "'{a': must be a value in YAML: "),
+    ],
+)
+def test_wrong_parameters_are_refused_before_any_notebook_runs(not_run, arguments, beginning):
+    assert refused(*arguments).startswith(beginning)
+
+
+def test_parameters_reach_the_notebooks_that_have_them(monkeypatch, tmp_path):
+    """-p and -y as one, typed; a notebook gets only what it declares."""
+    seen = {}
+    monkeypatch.setattr(reproduce, "_execute", lambda path, target, given, say: seen.update({path.stem: given}))
+    block = "{beta: 1e-2, fresh: false, clients: 3}"
+    printed("--profile", "smoke", "-p", "rounds", "2", "-p", "join_ratio", "5e-1", "-p", "out", tmp_path, "-y", block)
+    assert {name: seen["00_quickstart"][name] for name in ("profile", "rounds", "join_ratio", "fresh", "clients")} == {
+        "profile": "smoke",
+        "rounds": 2,
+        "join_ratio": 0.5,
+        "fresh": False,
+        "clients": 3,
+    }
+    assert "join_ratio" not in seen["01_data_and_partitions"]
+    assert seen["01_data_and_partitions"]["clients"] == 3
+
+
+@pytest.mark.parametrize(("failures", "code"), [([], 0), (["00_quickstart"], 1)])
+def test_the_exit_code_tells_whether_all_ran(monkeypatch, failures, code):
+    monkeypatch.setattr(reproduce, "reproduce", lambda *_, **__: failures)
+    assert call("--profile", "smoke").exit_code == code
