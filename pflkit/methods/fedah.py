@@ -90,13 +90,14 @@ class FedAH:
     paper: ClassVar[str] = "FedAH: Aggregated Head for Personalized Federated Learning (Zhou et al., 2024)"
     product: ClassVar[str] = "after"
 
-    weight_lr: float = 0.005  # η_w; the paper: the local learning rate; the released code: 1.0
+    weight_lr: float | None = None  # η_w; None: the local learning rate, as in the paper; the released code: 1.0
     weight_epochs: int = 1  # E_w
     head_epochs: int = 1  # E_h
     weight_init: float = 1.0  # W before the first round; with weight_lr=0 it stays (ours, for the notebook)
 
     def __post_init__(self):
-        real("weight_lr", self.weight_lr, 0)
+        if self.weight_lr is not None:
+            real("weight_lr", self.weight_lr, 0)
         integer("weight_epochs", self.weight_epochs, 0)
         integer("head_epochs", self.head_epochs, 0)
         real("weight_init", self.weight_init, 0, 1)
@@ -132,7 +133,9 @@ class FedAH:
 
     def mix(self, behind, kept, h_global):
         """Steps 2 and 3: the learned weights and the mixed head. W's rule is plain, without momentum or decay."""
-        rule = {"lr": self.weight_lr, "epochs": self.weight_epochs, "momentum": 0, "weight_decay": 0, "clip": None}
+        rule = {"epochs": self.weight_epochs, "momentum": 0, "weight_decay": 0, "clip": None}
+        if self.weight_lr is not None:
+            rule["lr"] = self.weight_lr
         heads = kept["head"], h_global
         W = behind.sgd(weights_loss, kept["W"], *heads, project=clip01, phase="weights", **rule)
         return W, aggregate_head(*heads, W)
