@@ -181,7 +181,7 @@ def _round(method, fed, state, rounds, scored):
     row |= {name: int(columns[name].sum()) for name in ("bytes_down", "bytes_up", "flops")}
     row |= {"seconds": seconds, "seconds_eval": scoring} | losses
     watched = method.watch(state.server, state.kept) if hasattr(method, "watch") else {}
-    stats = [{"round": t, "name": name} | _statistics(tree) for name, tree in watched.items()]
+    stats = [{"round": t, "name": name} | _statistics(tree) for name, tree in watched.items() if trees.leaves(tree)]
     return row, [by_client[i] for i in sorted(by_client)], stats
 
 

@@ -43,7 +43,7 @@ class Federation:
     """N clients with a share of `dataset` each, and one `model` that they train.
 
     join_ratio: the share of clients that join a round, or (low, high) from which each round draws anew; rounded to
-    whole clients (halves up), and at least one joins. seed: of all of an experiment's random streams but the
+    whole clients (halves to even), and at least one joins. seed: of all of an experiment's random streams but the
     partition's. engine: auto, loop or threads. device: "cpu", "cuda", ...; by default a GPU where there is one.
     Raises ValueError for what does not fit together.
     """
@@ -106,7 +106,7 @@ class Federation:
     def sample(self, round):
         """The ids of `round`, sorted, drawn without replacement."""
         draw = rng(self.seed, "ids", round)
-        low, high = (max(1, int(np.floor(ratio * self.num_clients + 0.5))) for ratio in self.join_ratio)
+        low, high = (max(1, round(ratio * self.num_clients)) for ratio in self.join_ratio)
         return np.sort(draw.choice(self.num_clients, int(draw.integers(low, high + 1)), replace=False))
 
     def clients(self, ids, round, rounds):

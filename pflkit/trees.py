@@ -81,8 +81,11 @@ def full_like(tree, value):
 
 
 def lerp(start, end, weight):
-    """start + (end - start) * weight, element by element; all three are trees of one structure."""
-    return tree_map(torch.lerp, start, end, weight)
+    """start + (end - start) * weight, element by element; all three are trees of one structure.
+
+    Of integer leaves (batch-norm's counters), which cannot be mixed, `end` is taken.
+    """
+    return tree_map(lambda a, b, w: torch.lerp(a, b, w) if a.is_floating_point() else b.clone(), start, end, weight)
 
 
 def average(tree, weights):

@@ -258,3 +258,10 @@ def test_unknown_values_are_named(argument):
     ((name, value),) = argument.items()
     with pytest.raises(ValueError, match=rf"^{name}={value!r}: "):
         experiment.experiment(**argument)
+
+
+def test_an_empty_watched_tree_is_left_out():
+    """With all layers in the extractor FedAH has no head, and so no W to watch."""
+    fed = federation()
+    fed = Federation(fed.dataset, fed.partition, models.build("mlp", fed.dataset.shape, 10, head_layers=0))
+    assert run(make("fedah"), fed, 1).watch.empty

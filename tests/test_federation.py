@@ -60,7 +60,8 @@ class Echo:
         (0.7, 10, 7),
         (1, 20, 20),
         (1.0, 7, 7),
-        (0.5, 7, 4),  # 3.5, halves up
+        (0.5, 7, 4),  # 3.5, halves to even
+        (0.5, 5, 2),  # 2.5
     ],
 )
 def test_count_is_the_rounded_share_and_at_least_one(ratio, clients, count):

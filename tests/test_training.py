@@ -77,8 +77,8 @@ def quadratic(model, params, batch):
 
 
 def batches_of(seed, round, id, phase, epochs, n, batch_size, drop_last):
-    """The documented stream: numpy's SeedSequence over seed, "batches", round, client, phase and epoch."""
-    words = [seed, zlib.crc32(b"batches"), round, id, zlib.crc32(phase.encode())]
+    """The documented stream: numpy's SeedSequence over seed, 5 names: "batches", round, client, phase and epoch."""
+    words = [seed, 5, zlib.crc32(b"batches"), round, id, zlib.crc32(phase.encode())]
     for epoch in range(epochs):
         order = np.random.Generator(np.random.PCG64(np.random.SeedSequence([*words, epoch]))).permutation(n)
         for first in range(0, n, batch_size):

@@ -153,3 +153,9 @@ def test_unequal():
     assert trees.unequal(infinite, infinite) == 0 and trees.unequal(infinite, {"x": torch.zeros(1)}) == float("inf")
     assert np.isnan(trees.unequal(torch.zeros(3, 1), torch.zeros(1, 3)))
     assert trees.unequal({"x": torch.ones(2), "y": torch.zeros(2)}, {"y": torch.zeros(2), "x": torch.ones(2)}) == 0
+
+
+def test_lerp_takes_the_end_of_integer_leaves():
+    start, end, half = ({"w": torch.tensor([v]), "n": torch.tensor([k])} for v, k in ((1.0, 3), (2.0, 8), (0.5, 1)))
+    mixed = trees.lerp(start, end, half)
+    assert mixed["w"].item() == 1.5 and mixed["n"].item() == 8 and mixed["n"].dtype == torch.int64

@@ -69,6 +69,9 @@ def test_it_runs_by_name_with_settings_and_costs(own, tmp_path):
     assert joined[["before", "after"]].notna().all(axis=None)
     with pytest.raises(ValueError, match="rate=1: lg has no such setting; its settings: epochs"):
         make("lg", rate=1)
+    for wrong in (True, 1.5, "1"):  # refused by its type alone: the class has no checks of its own
+        with pytest.raises(ValueError, match=r"epochs=.*: must be of type int"):
+            make("lg", epochs=wrong)
 
 
 def test_it_runs_without_the_line_too(own, digits):
@@ -85,7 +88,7 @@ def test_its_round_is_exact(own, by_hand, scalar_net, play):
     assert state.server["weight"].item() == pytest.approx((1 + up + 3 * (1 - down)) / 4)
 
 
-def test_changed_source_never_reads_old_results(own, tmp_path, monkeypatch, digits):
+def test_changed_source_never_reads_old_results(own, tmp_path, digits):
     """The method's file is part of what a result depends on, wherever the file lies."""
     before = experiment.describe(own.LG(), digits(), 1)["code"]
     path = tmp_path / "own_lg.py"
