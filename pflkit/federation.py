@@ -103,9 +103,9 @@ class Federation:
         """`tree` [...] copied for every client: [N, ...]."""
         return trees.repeat(tree, self.num_clients)
 
-    def sample(self, round):
-        """The ids of `round`, sorted, drawn without replacement."""
-        draw = rng(self.seed, "ids", round)
+    def sample(self, t):
+        """The ids of round `t`, sorted, drawn without replacement."""
+        draw = rng(self.seed, "ids", t)
         low, high = (max(1, round(ratio * self.num_clients)) for ratio in self.join_ratio)
         return np.sort(draw.choice(self.num_clients, int(draw.integers(low, high + 1)), replace=False))
 
