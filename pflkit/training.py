@@ -108,9 +108,9 @@ class Clients:
         def client(i):
             own = _own(trees.row(params, i))
             batches = self._batches(i, phase, rule, skip_singles)
-            arguments = loss, own, [trees.row(f, i) for f in fixed], self.data[i], trained, batches, rule, project
+            still = [trees.row(f, i) for f in fixed]
             with self._dropout(i, phase):
-                seen[i], samples[i] = _descend(self.model, *arguments)
+                seen[i], samples[i] = _descend(self.model, loss, own, still, trained, batches, rule, project)
             for whole, part in zip(trees.leaves(out), trees.leaves(own), strict=True):
                 whole[i] = part.detach()
 
@@ -137,6 +137,8 @@ class Clients:
         behind = Clients.__new__(Clients)
         behind.__dict__.update(self.__dict__)  # the log, and the work counted, stay common to both
         behind.data = [(z, y) for z, (_, y) in zip(features, self.data, strict=True)]
+        if features[0].ndim == 2:
+            behind.engine = Engine("loop")  # a step on vectors is too short to share out: threads double its time
         return behind
 
     def flops(self):
@@ -152,14 +154,17 @@ class Clients:
         return name.rsplit("/")[-1] in self.model.buffers
 
     def _batches(self, i, phase, rule, skip_singles):
-        """Client i's batches of indices: each epoch's full ones, then its short last one."""
+        """Client i's batches (x, y): each epoch's full ones, then its short last one."""
+        x, y = self.data[i]
         for epoch in range(rule.epochs):
-            order = rng(self.seed, "batches", self.round, int(self.ids[i]), phase, epoch).permutation(int(self.n[i]))
-            order = torch.from_numpy(order).to(self.data[i][1].device)
-            for batch in order.split(rule.batch_size):
-                if rule.drop_last and len(batch) < rule.batch_size:
+            order = rng(self.seed, "batches", self.round, int(self.ids[i]), phase, epoch).permutation(len(y))
+            order = torch.from_numpy(order).to(y.device)
+            # Shuffled once an epoch, so that batches are views: gathering each of them costs a tenth of its step.
+            for batch in zip(x[order].split(rule.batch_size), y[order].split(rule.batch_size), strict=True):
+                size = len(batch[1])
+                if rule.drop_last and size < rule.batch_size:
                     continue
-                if skip_singles and len(batch) == 1:  # one sample has no variance for batch-norm to divide by
+                if skip_singles and size == 1:  # one sample has no variance for batch-norm to divide by
                     skipped = self.log.setdefault("skipped", np.zeros(len(self.data)))
                     skipped[i] += 1
                     continue
@@ -209,14 +214,13 @@ def evaluate(model, params, data, engine):
 
 
 @torch.enable_grad()
-def _descend(model, loss, own, fixed, data, trained, batches, rule, project):
+def _descend(model, loss, own, fixed, trained, batches, rule, project):
     """One client's SGD steps on `own`, in place. Mean values by name ({} without a step), number of samples seen."""
-    x, y = data
     own = _trained(own)
     moving = [leaf.requires_grad_() for leaf, moves in zip(trees.leaves(own), trained, strict=True) if moves]
-    velocity, totals, samples = None, {}, 0
+    velocity, seen, sizes = None, {}, []
     for batch in batches:
-        value = loss(model, own, (x[batch], y[batch]), *fixed)
+        value = loss(model, own, batch, *fixed)
         value, extras = value if isinstance(value, tuple) else (value, {})
         grads = torch.autograd.grad(value, moving, allow_unused=True, materialize_grads=True)
         with torch.no_grad():
@@ -228,16 +232,17 @@ def _descend(model, loss, own, fixed, data, trained, batches, rule, project):
             if rule.momentum:
                 old = velocity or [torch.zeros_like(g) for g in grads]
                 velocity = grads = [v.mul_(rule.momentum).add_(g) for v, g in zip(old, grads, strict=True)]
-            for p, g in zip(moving, grads, strict=True):
-                p.sub_(g, alpha=rule.lr)
-                if project is not None:
+            torch._foreach_add_(moving, grads, alpha=-rule.lr)  # all in one call, which threads wait for less
+            if project is not None:
+                for p in moving:
                     p.copy_(project(p))
-            for name, amount in {"loss": value, **extras}.items():
-                totals[name] = totals.get(name, 0) + torch.as_tensor(amount).detach() * len(batch)
-        samples += len(batch)
+        sizes.append(len(batch[1]))
+        for name, amount in {"loss": value, **extras}.items():
+            seen.setdefault(name, []).append(torch.as_tensor(amount).detach())
     for leaf in moving:
         leaf.requires_grad_(False)
-    return {name: float(total) / samples for name, total in totals.items()}, samples
+    weights = np.array(sizes) / max(sum(sizes), 1)
+    return {name: float(weights @ torch.stack(values).cpu().numpy()) for name, values in seen.items()}, sum(sizes)
 
 
 @torch.enable_grad()
