@@ -72,13 +72,15 @@ def list_methods():
 @click.argument("method")
 @click.option("--dataset", default="digits", show_default=True, help="digits, fashion-mnist, or a FILE.npz of x and y.")
 @click.option("--model", help="cnn, cnn-small or mlp; by default what fits the data set.")
-@click.option("--partition", default="dirichlet", show_default=True)
+@click.option(
+    "--partition", default="dirichlet", show_default=True, help="iid, pathological, dirichlet or classes_per_client."
+)
 @click.option("--beta", type=float, help="Dirichlet concentration.  [0.1]")
 @click.option("--classes", type=int, help="Classes per client of the pathological partitions.  [2]")
 @click.option("--clients", default=20, show_default=True)
 @click.option("--join-ratio", default="1", show_default=True, metavar="J|J:J", help="A ratio, or a range drawn from.")
 @click.option("--rounds", default=10, show_default=True, help="The papers: 2000.")
-@click.option("--lr", type=float, help="Local learning rate.  [cnn: 0.005]")
+@click.option("--lr", type=float, help="Local learning rate.  [cnn: 0.005, else 0.05]")
 @click.option("--batch-size", default=10, show_default=True)
 @click.option("--epochs", default=1, show_default=True, help="Local epochs.")
 @click.option("--seed", default=0, show_default=True)

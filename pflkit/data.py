@@ -67,6 +67,8 @@ def load(dataset, root=None, download=True):
     checks.boolean("download", download)
     if isinstance(dataset, str | os.PathLike) and Path(dataset).suffix == ".npz":
         path = Path(dataset).expanduser()
+        if not path.is_file():
+            raise FileNotFoundError(f"dataset={str(dataset)!r}: no such file")
         return Dataset(path.name, *_npz(path))
     loader = LOADERS[checks.choice("dataset", dataset, [*LOADERS, "FILE.npz"])]
     return Dataset(dataset, *loader(root, download))
@@ -180,7 +182,9 @@ def _npz(path):
             x, y = np.asarray(file["x"]), np.asarray(file["y"])
     except unreadable as error:
         why = " ".join(str(error).split())
-        raise ValueError(f"{path} is no .npz file of plain arrays x and y (no pickle): {why}") from None
+        raise ValueError(
+            f"{path} is no .npz file of plain arrays x and y (no objects; labels as y.astype(str)): {why}"
+        ) from None
     _need(x.ndim >= 2 and x.size > 0, f"{path}: x must hold samples [n, ...], not an array of shape {x.shape}")
     _need(y.ndim == 1, f"{path}: y must hold one label a sample, [n], not an array of shape {y.shape}")
     _need(len(x) == len(y), f"{path}: x holds {len(x)} samples, y {len(y)} labels")
@@ -193,7 +197,7 @@ def _npz_samples(path, x):
         fits = x.ndim == 3 or (x.ndim == 4 and x.shape[3] in (1, 3, 4))
         _need(fits, f"{path}: uint8 x must be images [n, H, W] or [n, H, W, C] with C 1, 3 or 4, not {x.shape}")
         return images(x, 255)
-    _need(x.dtype.kind == "f", f"{path}: x must be uint8 images or floats, not {x.dtype}")
+    _need(x.dtype.kind == "f", f"{path}: x must be uint8 images or floats, not {x.dtype}; e.g. x.astype(np.uint8)")
     with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused below
         x = torch.from_numpy(x.astype(np.float32, order="C"))
     bad = int((~torch.isfinite(x)).flatten(1).any(1).sum())

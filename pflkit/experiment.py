@@ -50,22 +50,21 @@ class History:
 
     def curve(self, point=None):
         """Accuracy (mean over clients) by rounds of training done: a Series; `before` starts at 0 rounds."""
-        point = point or self.product
+        point = checks.choice("point", point or self.product, ("before", "after"))
         values = self.rounds.set_index("round")[point].dropna()
         values.index = values.index - (point == "before")
         return values
 
     def summary(self):
-        """One number each: accuracy (mean over clients, last round, at the method's own point), before, after, best
-        (largest over rounds at that point, on test data: optimistic); bytes_up, bytes_down, flops, seconds in all.
+        """One number each: accuracy (at the method's own point), before (of all clients, on receiving what all rounds
+        led to), after (of the clients that joined the last round), all means over clients; best (largest over rounds
+        at the own point, on test data: optimistic); bytes_up, bytes_down, flops, seconds in all.
         """
-        before, after = self.curve("before"), self.curve("after")
-        curve = {"before": before, "after": after}[self.product]
-        totals = {name: self.rounds[name].sum() for name in ("bytes_up", "bytes_down", "flops", "seconds")}
-        last = {"before": float(before.iloc[-1]), "after": float(after.iloc[-1])}
-        return {"accuracy": last[self.product], **last, "best": float(curve.max())} | {
-            name: int(total) if name != "seconds" else float(total) for name, total in totals.items()
-        }
+        own = self.curve()
+        last = {point: float(self.curve(point).iloc[-1]) for point in ("before", "after")}
+        totals = {name: int(self.rounds[name].sum()) for name in ("bytes_up", "bytes_down", "flops")}
+        seconds = float(self.rounds["seconds"].sum())
+        return {"accuracy": float(own.iloc[-1]), **last, "best": float(own.max()), **totals, "seconds": seconds}
 
 
 def run(method, fed, rounds, *, eval_every=1, out=None, fresh=False, progress=0):
@@ -76,6 +75,8 @@ def run(method, fed, rounds, *, eval_every=1, out=None, fresh=False, progress=0)
     goes on where it stopped, and one that is finished is read instead of repeated, unless `fresh`. The hash covers
     the configuration and the source code of all that computes.
     """
+    if isinstance(method, str | type):
+        raise ValueError(f"method={method!r}: must be a method, as make('fedah') gives, not its name or class")
     integer("rounds", rounds, 1)
     integer("eval_every", eval_every, 1)
     integer("progress", progress, 0)
@@ -107,6 +108,8 @@ def run(method, fed, rounds, *, eval_every=1, out=None, fresh=False, progress=0)
     rows.append({"round": rounds + 1, **closing, "seconds_eval": time.perf_counter() - start})
     clients += of_clients
     save(state, rows, clients, watch, at_once=True)
+    if progress:
+        print(f"{name}  after round {rounds}: before {closing['before']:.4f}", flush=True)
     return History(config, product, *map(pd.DataFrame, (rows, clients, watch)), state)
 
 
@@ -134,9 +137,11 @@ def experiment(
 
     model and lr are by default the data set's and the model's; beta belongs to the Dirichlet partition, classes to the
     pathological ones; settings are the method's own. Other `options`
-    (out, eval_every, fresh, progress) are those of `run`. Defaults: the FedAH paper's
-    protocol, but 10 rounds for its 2,000.
+    (out, eval_every, fresh, progress) are those of `run`. Of the
+    defaults, those of clients, join ratio, batches, epochs and beta are the FedAH paper's; the rest is ours.
     """
+    for key in options.keys() - {"out", "eval_every", "fresh", "progress"}:
+        raise ValueError(f"{key}={options[key]!r}: experiment has no such argument")
     chosen = make(method, **(settings or {}))
     integer("rounds", rounds, 1)
     integer("seed", seed, 0)

@@ -8,6 +8,7 @@ import torch
 
 from pflkit import trees
 from pflkit.checks import choice, integer, real
+from pflkit.models import Model
 from pflkit.streams import rng
 from pflkit.training import Clients, Engine, Training, evaluate
 
@@ -63,6 +64,8 @@ class Federation:
     ):
         if not np.array_equal(partition.y, dataset.y):
             raise ValueError(f"partition={partition.name!r}: was made for other labels than those of {dataset.name!r}")
+        if not isinstance(model, Model):
+            raise ValueError(f"model={model!r}: must be a Model, as models.build and models.from_modules make")
         if tuple(model.shape) != tuple(dataset.shape) or model.classes != dataset.num_classes:
             raise ValueError(
                 f"model={model.name!r}: takes {model.shape} and {model.classes} classes, but {dataset.name!r} has "

@@ -13,11 +13,12 @@ For every scheme and seed: no sample is used twice or lost, every client has at 
 the work is bounded, and what cannot be done is refused with a ValueError.
 
 Where released generators differ, and what we do. The one FedAH and FedALA share (PFLlib's) redraws a Dirichlet split
-until every client is large enough, which for beta = 0.01 does not end: we redraw at most 50 times, then move samples.
-It excludes clients above the mean size from later classes, so that it is not Dir(beta): our option `capped`. What
-rounding leaves goes to its last client, and what a group's random shares leave to the group's last client, who is
-systematically the largest (of 4: 2.35 mean shares, the others 0.55): our shares are exchangeable, and rounded by
-largest remainder. Classes left without an owner are lost there: we refuse.
+until every client is large enough, which for beta = 0.01 and 20 clients had not ended after 2,000 draws: we redraw at
+most 50 times, then move samples. It excludes clients above the mean size from later classes, so that it is not
+Dir(beta): our option `capped`. What rounding leaves goes to its last client, and what a group's random shares leave
+to the group's last client, who is systematically the largest (of 4: 2.35 mean shares, the others 0.55): our shares
+are exchangeable, and rounded by largest remainder. Classes left without an owner are lost there, or crash its older
+copy: we refuse.
 """
 
 import hashlib
@@ -105,7 +106,7 @@ def pathological(y, clients, classes=2, grouped=True, balanced=False, *, test_sh
     """Each client holds exactly `classes` classes.
 
     grouped: clients form ceil(K / classes) groups of neighbours; all in a group hold the same classes (in label order,
-    the last group filled up from class 0). This is the papers' protocol, and favours methods that find similar clients.
+    the last group filled up from class 0). This is FedAH's protocol, and favours methods that find similar clients.
     Otherwise each client's classes are drawn at random, every class having the same number of owners to within 1.
     balanced: a class is shared equally to within 1. Otherwise by weights uniform on [0.1, 1]: the largest owner of
     a class has up to about ten times the samples of the smallest. Refused: a class with no owner or too few samples.
@@ -130,8 +131,9 @@ def dirichlet(y, clients, beta=0.1, min_size=None, capped=False, *, test_share=0
     """Each class is spread over the clients by shares drawn from Dir(beta, ..., beta): small beta, skewed clients.
 
     min_size: samples (train and test) every client must have. None: 40, as the papers' generator has for its data
-    sets, or a sixth of the mean size where that is less. A draw that fails is redrawn, at most 50 times; then the one
-    that lacked least is repaired by moving samples from the largest clients. `settings` records redraws and moved.
+    sets, or a sixth of the mean size where that is less (ours; theirs: half the mean). A draw that fails is redrawn, at
+    most 50 times; then the one that lacked least is repaired by moving samples from the largest clients. `settings`
+    records redraws and moved.
     capped: clients that reached the mean size get nothing of later classes (the papers' generator; not a true Dir).
     """
     y, settings, rng = _start("dirichlet", y, clients, test_share, stratify, seed)

@@ -97,8 +97,9 @@ def curves(runs, point=None, ax=None):
     """Accuracy by rounds of training: the mean over seeds, in a band of one standard deviation.
 
     `runs` is {name: a History, or a list of them, one a seed}; `point` is "before" or "after" local training, by
-    default each method's own. Methods are listed in the order of their last values.
+    default each method's own, which the legend then names. Methods are listed in the order of their last values.
     """
+    points = {name: h[0].product if isinstance(h, list) else h.product for name, h in runs.items()}
     table = tables.curves(runs, point)
     stats = table.groupby(["method", "rounds"])["accuracy"].agg(["mean", "std"]).fillna(0) * 100
     last = stats["mean"].groupby("method").last().sort_values(ascending=False)
@@ -106,9 +107,8 @@ def curves(runs, point=None, ax=None):
         for name in last.index:
             line = stats.loc[name]
             every = max(1, len(line) // 8)
-            ax.plot(line.index, line["mean"], label=name, markevery=every, markersize=5, linewidth=1.6, **look(name))
-            low, high = line["mean"] - line["std"], line["mean"] + line["std"]
-            ax.fill_between(line.index, low, high, color=look(name)["color"], alpha=0.15, linewidth=0)
+            label = name if point else f"{name} ({points[name]})"
+            _band(ax, line, label=label, markevery=every, **look(name))
         ax.set(xlabel="rounds of training", ylabel="accuracy, mean over clients (%)")
         ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
@@ -118,7 +118,8 @@ def curves(runs, point=None, ax=None):
 def per_client(runs, ax=None):
     """Each client's accuracy in the last round at the method's own point: a dot a client, a bar at their mean.
 
-    `runs` as in `curves`; of several seeds the first is shown.
+    `runs` as in `curves`; of several seeds the first is shown. For a personalized method at a join ratio below 1 these
+    are the clients that joined the last round.
     """
     firsts = {name: h[0] if isinstance(h, list) else h for name, h in runs.items()}
     with axes(ax, 7, 0.9 + 0.45 * len(firsts)) as ax:
@@ -137,6 +138,13 @@ def save(figure, path, table=None):
     figure.savefig(f"{path}.png", dpi=110, metadata={"Software": None})
     if table is not None:
         table.to_csv(f"{path}.csv", index=False)
+
+
+def _band(ax, stats, **look_of):
+    """The line of `mean` over the index of `stats`, in a band of one `std`."""
+    ax.plot(stats.index, stats["mean"], markersize=5, linewidth=1.6, **look_of)
+    low, high = stats["mean"] - stats["std"], stats["mean"] + stats["std"]
+    ax.fill_between(stats.index, low, high, color=look_of["color"], alpha=0.15, linewidth=0)
 
 
 def _title(partition):
@@ -199,10 +207,7 @@ def lines(table, x, y, by=None, ax=None):
     with axes(ax) as ax:
         for name, part in parts.items():
             stats = part.groupby(x)[y].agg(["mean", "std"]).fillna(0)
-            style_of = look(name) if by else {"color": COLOURS[0], "marker": "o"}
-            ax.plot(stats.index, stats["mean"], label=name, markersize=5, linewidth=1.6, **style_of)
-            low, high = stats["mean"] - stats["std"], stats["mean"] + stats["std"]
-            ax.fill_between(stats.index, low, high, color=style_of["color"], alpha=0.15, linewidth=0)
+            _band(ax, stats, label=name, **(look(name) if by else {"color": COLOURS[0], "marker": "o"}))
         ax.set(xscale="log", xlabel=x, ylabel=y)
         ax.set_xticks(values := sorted(set(table[x])), [f"{value:g}" for value in values])
         ax.set_xticks([], minor=True)
@@ -220,11 +225,8 @@ def watched(runs, name="W", ax=None):
     table, labels = tables.watched(runs, name), list(runs)
     with style():
         if ax is None:
-            grid = {"height_ratios": (2.2, 1)}
-            size = (4.6 * len(labels) + 1.4, 4.6)
-            look_of = {"sharex": True, "sharey": "row", "squeeze": False, "layout": "constrained"}
-            ax = plt.subplots(2, len(labels), figsize=size, gridspec_kw=grid, **look_of)[1]
-            plt.close(ax[0, 0].figure)
+            shared = {"sharex": True, "sharey": "row", "squeeze": False, "height_ratios": (2.2, 1)}
+            ax = panels(2, len(labels), 4.6 * len(labels) + 1.4, 4.6, **shared)[1]
         for label, (top, low) in zip(labels, ax.T, strict=True):
             t = table[table["method"] == label].set_index("round")
             top.fill_between(t.index, t["q05"], t["q95"], color=COLOURS[2], alpha=0.18, linewidth=0, label="5 to 95 %")

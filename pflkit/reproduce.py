@@ -98,7 +98,7 @@ def _execute(path, target, parameters, say):
                 kernel_name="python3",
                 progress_bar=False,
                 log_output=True,
-                extra_arguments=["--log-level=ERROR"],  # of the kernel: no word on how it is connected
+                extra_arguments=["--log-level=CRITICAL"],  # of the kernel: no word on how it is connected
             )
     except PapermillExecutionError as error:
         return f"{error.ename}: {error.evalue} (cell {error.exec_count})"

@@ -11,7 +11,8 @@ from pflkit.experiment import experiment
 def sweep(experiments, *, out="runs", jobs=-1, progress=True):
     """Runs `experiments`, dicts of arguments for `experiment`, each in a process of its own with one thread.
 
-    Returns a DataFrame with a row for each, in order: its arguments, and History.summary()'s numbers. `jobs` is the
+    Returns a DataFrame with a row for each, in order: its arguments, the method's `settings` a column each, and
+    History.summary()'s numbers. `jobs` is the
     number of processes (-1: all cores). Raises RuntimeError after the others have finished where some failed, with
     the arguments and traceback of each.
     """
@@ -26,7 +27,8 @@ def sweep(experiments, *, out="runs", jobs=-1, progress=True):
             if error:
                 failures.append(f"{text}\n{error}")
             else:
-                rows[i] = {**experiments[i], **summary}
+                plain = {k: v for k, v in experiments[i].items() if k != "settings"}
+                rows[i] = {**plain, **(experiments[i].get("settings") or {}), **summary}
             if progress:
                 verdict = "failed" if error else f"accuracy={summary['accuracy']:.4f}"
                 print(f"{done}/{len(experiments)}  {text}  {verdict}", flush=True)

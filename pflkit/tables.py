@@ -11,8 +11,10 @@ def accuracy(runs):
     """A row per method: accuracies in %, mean over clients, and mean ± standard deviation over seeds where there are
     several. `runs`: {name: a History, or a list of them, one a seed}.
 
-    own: the last round at the method's own point; best: its best round on test data (optimistic); before, after: the
-    last round before and after local training; range: from the worst client to the best at the method's own point.
+    own: after all rounds, at the method's own point; best: its best round on test data (optimistic); before: on
+    receiving what all rounds led to, before training on it; after: after the last round's local training; range: from
+    the worst client to the best at the method's own point; clients: how many `own` and `range` are about, for `after`
+    is known of the clients that joined the last round only.
     """
     rows = {}
     for name, histories in _lists(runs).items():
@@ -24,6 +26,7 @@ def accuracy(runs):
             "before": _spread(seeds["before"]),
             "after": _spread(seeds["after"]),
             "range": f"{100 * clients.min():.0f} to {100 * clients.max():.0f}",
+            "clients": round(len(clients) / len(histories)),
         }
     return pd.DataFrame(rows).T.rename_axis("method")
 
@@ -62,17 +65,21 @@ def per_client(runs):
 
 
 def last_per_client(history):
-    """The accuracy of each client in the last scored round at the method's own point: a Series by client."""
+    """Accuracies in the last scored round at the method's own point: a Series by client, of those that were scored."""
     scored = history.clients.dropna(subset=history.product)
     last = scored[scored["round"] == scored["round"].max()]
     return last.set_index("client")[history.product]
 
 
-def save(table, path):
-    """Writes `table` as `path`.csv and `path`.md."""
+def save(table, path, title):
+    """Writes `table` as `path`.csv and, under `title`, as `path`.md; returns the latter for a notebook to show."""
+    from IPython.display import Markdown  # here: only notebooks save tables
+
     Path(path).parent.mkdir(parents=True, exist_ok=True)
+    text = f"**{title}**\n\n{markdown(table)}"
     table.to_csv(f"{path}.csv")
-    Path(f"{path}.md").write_text(markdown(table))
+    Path(f"{path}.md").write_text(text)
+    return Markdown(text)
 
 
 def markdown(table):
@@ -80,15 +87,6 @@ def markdown(table):
     rows = table.reset_index().astype(str)
     lines = [rows.columns, ["---"] * len(rows.columns), *rows.to_numpy()]
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
-
-
-def _lists(runs):
-    return {name: h if isinstance(h, list) else [h] for name, h in runs.items()}
-
-
-def _spread(values):
-    text = f"{100 * values.mean():.1f}"
-    return text if len(values) == 1 else f"{text} ± {100 * values.std():.1f}"
 
 
 def watched(runs, name):
@@ -110,11 +108,13 @@ def by_setting(runs):
     return pd.DataFrame(rows)
 
 
-def titled(table, path, title):
-    """Saves `table` as `path`.csv and, under its title, as `path`.md; returns the latter for a notebook to show."""
-    from IPython.display import Markdown
+def _lists(runs):
+    """{name: [History, one a seed]} of {name: a History, or a list of them}."""
+    if not isinstance(runs, dict):
+        raise ValueError(f"runs: must be {{name: History, ...}}, not a {type(runs).__name__}")
+    return {name: h if isinstance(h, list) else [h] for name, h in runs.items()}
 
-    save(table, path)
-    text = f"**{title}**\n\n{markdown(table)}"
-    Path(f"{path}.md").write_text(text)
-    return Markdown(text)
+
+def _spread(values):
+    text = f"{100 * values.mean():.1f}"
+    return text if len(values) == 1 else f"{text} ± {100 * values.std():.1f}"

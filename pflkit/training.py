@@ -5,6 +5,7 @@ the bit whoever else trains, in whatever order, on one thread or many.
 """
 
 import contextlib
+import copy
 import functools
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -99,9 +100,9 @@ class Clients:
         """
         rule = replace(self.training, **rule)
         trained = [leaf.is_floating_point() and not self._is_buffer(name) for name, leaf in trees.named_leaves(params)]
-        out = trees.tree_map(lambda t: torch.empty(t.shape, dtype=t.dtype, device=t.device), params)
         if not any(trained) or rule.epochs == 0:
             return trees.clone(params)
+        out = trees.tree_map(lambda t: torch.empty(t.shape, dtype=t.dtype, device=t.device), params)
         seen, samples = [None] * len(self.data), np.zeros(len(self.data))
         skip_singles = self.model.batch_norm and any(self._is_buffer(name) for name, _ in trees.named_leaves(params))
 
@@ -134,8 +135,7 @@ class Clients:
 
         self.engine.each(client, self.n)
         self._count("through", two_samples, self.n)
-        behind = Clients.__new__(Clients)
-        behind.__dict__.update(self.__dict__)  # the log, and the work counted, stay common to both
+        behind = copy.copy(self)  # shallow: the log, and the work counted, stay common to both
         behind.data = [(z, y) for z, (_, y) in zip(features, self.data, strict=True)]
         if features[0].ndim == 2:
             behind.engine = Engine("loop")  # a step on vectors is too short to share out: threads double its time
@@ -239,8 +239,6 @@ def _descend(model, loss, own, fixed, trained, batches, rule, project):
         sizes.append(len(batch[1]))
         for name, amount in {"loss": value, **extras}.items():
             seen.setdefault(name, []).append(torch.as_tensor(amount).detach())
-    for leaf in moving:
-        leaf.requires_grad_(False)
     weights = np.array(sizes) / max(sum(sizes), 1)
     return {name: float(weights @ torch.stack(values).cpu().numpy()) for name, values in seen.items()}, sum(sizes)
 
@@ -249,7 +247,7 @@ def _descend(model, loss, own, fixed, trained, batches, rule, project):
 def _first_step(model, loss, params, fixed, data, trained):
     """The first client's gradient on two samples, for the FLOP counter."""
     x, y = data[0]
-    own = _trained(trees.tree_map(torch.clone, trees.row(params, 0)))
+    own = _trained(trees.clone(trees.row(params, 0)))
     moving = [leaf.requires_grad_() for leaf, moves in zip(trees.leaves(own), trained, strict=True) if moves]
     rows = [0, -1]
     value = loss(model, own, (x[rows], y[rows]), *(trees.row(f, 0) for f in fixed))
@@ -275,11 +273,11 @@ def _own(tree):
     the whole layer the slow way: a step of the 4-layer CNN on grey images takes 1.6 times as long.
     """
 
-    def copy(t):
+    def clone(t):
         kernel = t.ndim == 4 and t.device.type == "cpu"
         return t.detach().clone(memory_format=torch.channels_last if kernel else torch.preserve_format)
 
-    return trees.tree_map(copy, tree)
+    return trees.tree_map(clone, tree)
 
 
 @contextlib.contextmanager

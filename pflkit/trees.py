@@ -70,11 +70,6 @@ def clone(tree):
     return tree_map(torch.clone, tree)
 
 
-def ones_like(tree):
-    """A tree of ones with the shapes of `tree`."""
-    return tree_map(torch.ones_like, tree)
-
-
 def full_like(tree, value):
     """A tree of `value` with the shapes of `tree`."""
     return tree_map(lambda t: torch.full_like(t, value), tree)
@@ -83,7 +78,8 @@ def full_like(tree, value):
 def lerp(start, end, weight):
     """start + (end - start) * weight, element by element; all three are trees of one structure.
 
-    Of integer leaves (batch-norm's counters), which cannot be mixed, `end` is taken.
+    torch.lerp is exact at weight 0 and at weight 1: so FedAH with W = 0 is FedRep to the bit. Of integer leaves
+    (batch-norm's counters), which cannot be mixed, `end` is taken.
     """
     return tree_map(lambda a, b, w: torch.lerp(a, b, w) if a.is_floating_point() else b.clone(), start, end, weight)
 

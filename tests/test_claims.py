@@ -1,14 +1,18 @@
 import copy
 import math
+from dataclasses import asdict
 
 import pandas as pd
 import pytest
 
 from pflkit import claims
 from pflkit.experiment import History
+from pflkit.methods import METHODS
+from pflkit.training import Training
 
 PRODUCT = {"fedavg": "before", "fedprox": "before"}
 BYTES = {"fedavg": 100, "fedah": 100, "fedper": 90, "fedrep": 90, "fedfomo": 600, "fedala": 100}
+LR = {"cnn": 0.005, "resnet18": 0.01, "mlp": 0.05}
 PAPER = {"dataset": "tiny-imagenet", "model": "resnet18", "samples": 100_000, "rounds": 102}
 
 
@@ -27,19 +31,24 @@ def history(method, curve, seed=0, dataset="digits", model="mlp", samples=1797, 
     partition = {
         "name": "dirichlet",
         "beta": 0.1,
+        "min_size": 40,
+        "capped": False,
         "clients": 20,
+        "test_share": 0.25,
+        "stratify": False,
         "seed": seed,
         "redraws": seed,
+        "moved": 0,
         "fingerprint": str(seed),
     }
     config = {
         "method": method,
-        "settings": {},
+        "settings": asdict(METHODS[method]()) if method in METHODS else {},
         "dataset": {"name": dataset, "fingerprint": "x"},
         "partition": partition,
         "clients": 20,
         "model": {"name": model, "modules": [], "weights": str(seed)},
-        "training": {"lr": 0.05, "batch_size": 10, "epochs": 1},
+        "training": asdict(Training(lr=LR[model])),
         "join_ratio": (1.0, 1.0),
         "rounds": len(curve),
         "eval_every": 1,
@@ -161,12 +170,24 @@ CLOSE = {"fedper": [50, 50.1, 50.2, 50.3, 50.4], "fedrep": [50.2, 50, 50.3, 50.2
         ({"dataset": "cifar100"}, "cifar100 with resnet18, the paper: tiny-imagenet with resnet18"),
         ({"model": "cnn"}, "tiny-imagenet with cnn"),
         ({"samples": 99_999}, "a part of the data"),
-        ({"clients": 10}, "clients 10, the paper: 20"),
-        ({"join_ratio": (0.5, 0.5)}, "join ratio (0.5, 0.5), the paper: (1.0, 1.0)"),
-        ({"training": {"batch_size": 16}}, "batch size 16, the paper: 10"),
-        ({"training": {"epochs": 5}}, "epochs 5, the paper: 1"),
-        ({"partition": {"beta": 0.5}}, "another partition than the paper's"),
-        ({"rounds": 101}, "10 of 10 runs not converged (no 100 evaluations without a new best)"),
+        ({"clients": 10}, "clients 10, the protocol: 20"),
+        ({"join_ratio": (0.5, 0.5)}, "join_ratio (0.5, 0.5), the protocol: (1.0, 1.0)"),
+        ({"training": {"batch_size": 16}}, "batch_size 16, the protocol: 10"),
+        ({"training": {"epochs": 5}}, "epochs 5, the protocol: 1"),
+        ({"training": {"lr": 0.005}}, "lr 0.005, the protocol: 0.01"),
+        ({"training": {"momentum": 0.9}}, "momentum 0.9, the protocol: 0.0"),
+        ({"training": {"weight_decay": 0.1}}, "weight_decay 0.1, the protocol: 0.0"),
+        ({"training": {"clip": 1.0}}, "clip 1.0, the protocol: None"),
+        ({"training": {"drop_last": True}}, "drop_last True, the protocol: False"),
+        ({"partition": {"beta": 0.5}}, "beta 0.5, the protocol: 0.1"),
+        ({"partition": {"test_share": 0.5}}, "test_share 0.5, the protocol: 0.25"),
+        ({"partition": {"stratify": True}}, "stratify True, the protocol: False"),
+        ({"partition": {"min_size": 4000}}, "min_size 4000, the protocol: at most 40"),
+        ({"partition": {"name": "pathological"}}, "partition pathological, the protocol: dirichlet"),  # TINY: Dir only
+        (
+            {"rounds": 101},
+            "10 of 10 runs not converged (the released code's stopping rule: 100 evaluations without a new best)",
+        ),
     ],
 )
 def test_each_precondition_of_reproduced(change, why):
@@ -180,14 +201,67 @@ def test_each_precondition_of_reproduced(change, why):
     assert found.verdict == "agrees at reduced scale" and why in found.why and found.why.count(";") == 0
 
 
+def test_one_seed_on_a_part_of_the_data_reproduces_nothing():
+    there = full(**CLOSE)
+    for method, values in CLOSE.items():
+        there[method][3] = history(method, [values[3]], 3, **(PAPER | {"samples": 99_999}))
+    found = claims.check("AH6", there)
+    assert found.verdict == "agrees at reduced scale" and "a part of the data" in found.why
+
+
 def test_four_seeds_reproduce_nothing():
     found = claims.check("AH6", full(4, **CLOSE))
     assert (found.verdict, found.why) == ("agrees at reduced scale", "4 of at least 5 seeds")
 
 
-def test_a_shorter_stopping_rule_reproduces_nothing():
-    found = claims.check("AH6", full(**CLOSE), patience=50)
-    assert found.verdict == "agrees at reduced scale" and found.why == "stopping rule of 50 evaluations, the paper: 100"
+def at_full_scale(dataset, partition, fedah=None, **training):
+    """The claim AH7 by fabricated runs of the CNN at full scale, FedAH far ahead, its settings changed by `fedah`."""
+    scale = {"dataset": dataset, "model": "cnn", "samples": claims.SIZES[dataset], "rounds": 102}
+    changes = {"partition": partition, "training": training}
+    settings = {"fedavg": {}, "fedah": fedah or {}}
+    there = {
+        m: [history(m, [v - 9, v], s, settings=settings[m], **scale, **changes) for s in range(5)]
+        for m, v in (("fedavg", 50), ("fedah", 60))
+    }
+    found = claims.check("AH7", there)
+    return found.verdict, found.why.split("; ")[:-1]  # the last names the methods without runs
+
+
+GROUPS = {"name": "pathological", "classes": 2, "grouped": True, "balanced": False, "beta": None, "min_size": 0}
+
+
+def test_either_split_of_the_paper_will_do_each_with_its_classes():
+    assert at_full_scale("cifar10", {}) == ("reproduced", [])
+    assert at_full_scale("cifar10", {"capped": True}) == ("reproduced", [])
+    assert at_full_scale("cifar10", GROUPS) == ("reproduced", [])
+    assert at_full_scale("cifar100", GROUPS | {"classes": 10}) == ("reproduced", [])
+    assert at_full_scale("cifar100", GROUPS) == ("agrees at reduced scale", ["classes 2, the protocol: 10"])
+    drawn = at_full_scale("cifar10", GROUPS | {"grouped": False})
+    assert drawn == ("agrees at reduced scale", ["grouped False, the protocol: True"])
+
+
+def test_runs_by_another_protocol_reproduce_nothing():
+    split = GROUPS | {"classes": 5, "balanced": True, "test_share": 0.5}
+    verdict, why = at_full_scale("cifar10", split, {"weight_lr": 1.0}, lr=0.5, momentum=0.9)
+    assert verdict == "agrees at reduced scale"
+    assert set(why) == {
+        "classes 5, the protocol: 2",
+        "balanced True, the protocol: False",
+        "test_share 0.5, the protocol: 0.25",
+        "lr 0.5, the protocol: 0.005",
+        "momentum 0.9, the protocol: 0.0",
+        "fedah's weight_lr 1.0, its default: None",
+    }
+
+
+def test_a_method_with_other_settings_reproduces_nothing():
+    verdict, why = at_full_scale("cifar10", {}, {"weight_epochs": 0, "weight_init": 0})
+    assert verdict == "agrees at reduced scale"
+    assert why == ["fedah's weight_epochs 0, its default: 1", "fedah's weight_init 0, its default: 1.0"]
+
+
+def test_a_model_that_the_paper_lacks_has_no_rate_of_its():
+    assert "lr" not in claims.check("AH7", runs(fedavg=[80, 81, 79], fedah=[82, 84, 83])).why
 
 
 def test_two_seeds_and_unknown_data_give_no_verdict():
@@ -234,10 +308,11 @@ def test_what_is_left_of_the_best_after_convergence(drops, verdict):
     assert claims.check("AH8", kept(drops, tail=100)).verdict == verdict
 
 
-def test_before_convergence_nothing_is_said_of_what_follows_it():
+def test_before_convergence_nothing_is_said_of_what_follows_it(monkeypatch):
     found = claims.check("AH8", kept([0.1, 0.2, 0.3], tail=99))
     assert found.verdict == "not tested" and "3 of 3 runs not converged" in found.why
-    assert claims.check("AH8", kept([0.1, 0.2, 0.3], tail=99), patience=50).verdict == "agrees at reduced scale"
+    monkeypatch.setattr(claims, "PATIENCE", 50)
+    assert claims.check("AH8", kept([0.1, 0.2, 0.3], tail=99)).verdict == "agrees at reduced scale"
 
 
 # --- AH12: the ledger -------------------------------------------------------------------------------------------------
@@ -295,7 +370,7 @@ def test_one_run_in_many_breaks_the_identity():
         ({"rounds": 9}, "rounds"),
         ({"clients": 10}, "clients"),
         ({"training": {"lr": 0.1}}, "training"),
-        ({"model": "cnn"}, "model"),
+        ({"model": "cnn", "training": {"lr": 0.05}}, "model"),
         ({"partition": {"beta": 0.01}}, "partition"),
         ({"dataset": "mnist"}, "dataset"),
         ({"join_ratio": (0.5, 0.5)}, "join_ratio"),
@@ -306,7 +381,8 @@ def test_runs_that_differ_in_more_than_the_method_are_not_compared(claim, change
     mixed = runs(fedper=[80, 81, 82])
     mixed["fedrep"] = [history("fedrep", [80], s, **change) for s in range(3)]
     found = claims.check(claim, mixed)
-    assert found.verdict == "not tested" and named in found.why and found.numbers == ()
+    assert found.verdict == "not tested" and found.numbers == ()
+    assert found.why.split("; ")[0].endswith(f"differ in more than the method: {named}")
 
 
 def test_seeds_must_match_and_differ():
@@ -322,11 +398,11 @@ def test_seeds_must_match_and_differ():
 def test_one_method_must_have_one_setting_and_one_design():
     mixed = runs(fedper=[80, 81, 82], fedrep=[80, 81, 82])
     mixed["fedrep"][1].config["settings"] = {"head_epochs": 10}
-    assert "fedrep was run with different settings" in claims.check("AH6", mixed).why
+    assert "the runs of fedrep differ in more than the seed: settings" in claims.check("AH6", mixed).why
     mixed = runs(fedper=[80, 81, 82], fedrep=[80, 81, 82])
     for method in mixed:
         mixed[method][2] = history(method, [82], 2, training={"lr": 0.5})
-    assert "differ in more than method and seed: training" in claims.check("AH6", mixed).why
+    assert "the runs of fedper differ in more than the seed: training" in claims.check("AH6", mixed).why
 
 
 def test_without_its_methods_a_claim_is_not_tested():
@@ -341,10 +417,10 @@ def test_bad_input_is_refused_by_name():
         claims.check("AH99", {})
     with pytest.raises(ValueError, match=r"runs\['fedah'\]: holds a run of 'fedrep'"):
         claims.check("AH8", {"fedah": [history("fedrep", [80])]})
-    with pytest.raises(ValueError, match="patience=0"):
-        claims.check("AH8", {}, patience=0)
-    with pytest.raises(ValueError, match="margin=0"):
-        claims.check("AH8", {}, margin=0)
+    with pytest.raises(ValueError, match="reference='fedah': must be one of 'fedavg'"):
+        claims.differences(runs(fedavg=[80, 81, 79]), "fedah")
+    with pytest.raises(ValueError, match="runs: fedah has no runs"):
+        claims.differences({"fedah": [], "fedavg": []}, "fedah")
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -374,6 +450,19 @@ def test_differences_are_paired_and_say_what_they_show():
     assert table.loc["fedavg", "own"] == "+3.0 [0.5, 5.5] ahead"
     assert table.loc["fedrep", "own"] == "+2.0 [-0.5, 4.5] within noise"
     assert table.loc["fedavg", "after"] == "+33.0 [30.5, 35.5] ahead"  # against the 50 % of fedavg's other point
+
+
+def test_differences_takes_labels_and_refuses_runs_that_are_no_pairs():
+    mixed = runs(fedah=[82, 84, 83], fedavg=[80, 81, 79])
+    label = "fedah, weight_lr=1"
+    mixed[label] = [history("fedah", [v], s, settings={"weight_lr": 1.0}) for s, v in enumerate([83, 85, 84])]
+    assert claims.differences(mixed, label).loc["fedah", "own"] == "+1.0 [1.0, 1.0] ahead"
+    turned = mixed | {label: mixed[label][::-1]}
+    with pytest.raises(ValueError, match=f"runs: {label} and fedah were not run on the same seeds"):
+        claims.differences(turned, "fedah")
+    longer = mixed | {label: [history("fedah", [83], s, rounds=9) for s in range(3)]}
+    with pytest.raises(ValueError, match=f"{label} and fedah differ in more than the method: rounds"):
+        claims.differences(longer, "fedavg")
 
 
 def test_checking_changes_nothing():

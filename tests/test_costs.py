@@ -79,6 +79,7 @@ def test_accuracy_table_has_mean_and_spread_over_seeds():
         "before": "35.0 ± 7.1",
         "after": "62.0 ± 2.8",
         "range": "55 to 69",
+        "clients": 2,
     }
     assert tables.accuracy({"m": RISING}).loc["m", "own"] == "60.0"
 
@@ -102,9 +103,10 @@ def test_curves_and_clients_behind_the_plots():
 
 
 def test_saved_tables(tmp_path):
-    tables.save(tables.cost({"m": RISING}), tmp_path / "deep" / "02.cost")
+    shown = tables.save(tables.cost({"m": RISING}), tmp_path / "deep" / "02.cost", "Costs")
     assert (tmp_path / "deep" / "02.cost.csv").read_text().splitlines()[1] == "m,300,100,1000"
     assert (tmp_path / "deep" / "02.cost.md").read_text() == (
-        "| method | bytes down / client | bytes up / client | FLOPs |\n| --- | --- | --- | --- |\n"
+        shown.data
+        == "**Costs**\n\n| method | bytes down / client | bytes up / client | FLOPs |\n| --- | --- | --- | --- |\n"
         "| m | 300 | 100 | 1000 |\n"
     )

@@ -1,4 +1,4 @@
-"""All methods by name. A new one is a file here, and a line in METHODS."""
+"""All methods by name. A new one is a file here, its import, and a line in METHODS."""
 
 import dataclasses
 import types

@@ -26,6 +26,7 @@ Where released code differs, and what we do:
   - It runs steps 2 and 3 for all clients in every round and overwrites the stored heads of those not sampled, which
     pulls them to the global head. Here a client that is not sampled is not touched.
   - It scores (r^t, ĥ_i), our `before`, and its scripts use batches of 16; the paper says 10, our default.
+  - One flag drives both E_w and E_h there. Here each has its own.
   - It drops the last short batch in all phases. Here it is used (`Training.drop_last` restores that).
   - It leaves batch-norm statistics out of the average, and lets the frozen extractor's statistics follow the mode of
     the last call. Here they are averaged, and a frozen extractor runs in evaluation mode.
@@ -46,7 +47,9 @@ from pflkit.trees import average, full_like, lerp, tree_map
 
 
 def aggregate_head(h_local, h_global, W):
-    """The mixed head ĥ = h_local + (h_global − h_local) ⊙ W; all trees of one structure, e.g. {"weight": [K, r], ...}.
+    """The mixed head ĥ = h_local + (h_global − h_local) ⊙ W; trees of one structure, e.g. {"weight": [K, r], ...}.
+
+    With or without a leading client axis.
 
     >>> mixed = aggregate_head({"b": torch.tensor([0.0, 0.0])}, {"b": torch.tensor([1.0, 2.0])},
     ...                        {"b": torch.tensor([0.5, 1.0])})
@@ -92,7 +95,7 @@ class FedAH:
 
     weight_lr: float | None = None  # η_w; None: the local learning rate, as in the paper; the released code: 1.0
     weight_epochs: int = 1  # E_w
-    head_epochs: int = 1  # E_h
+    head_epochs: int = 1  # E_h; not stated in the paper, the released code's default
     weight_init: float = 1.0  # W before the first round; with weight_lr=0 it stays (ours, for the notebook)
 
     def __post_init__(self):
@@ -132,10 +135,9 @@ class FedAH:
         return {"W": kept["W"]}
 
     def mix(self, behind, kept, h_global):
-        """Steps 2 and 3: the learned weights and the mixed head. W's rule is plain, without momentum or decay."""
-        rule = {"epochs": self.weight_epochs, "momentum": 0, "weight_decay": 0, "clip": None}
-        if self.weight_lr is not None:
-            rule["lr"] = self.weight_lr
+        """Steps 2 and 3: the learned weights and the mixed head. The step of W has no momentum, decay or clipping."""
+        lr = behind.training.lr if self.weight_lr is None else self.weight_lr
+        plain = {"lr": lr, "epochs": self.weight_epochs, "momentum": 0, "weight_decay": 0, "clip": None}
         heads = kept["head"], h_global
-        W = behind.sgd(weights_loss, kept["W"], *heads, project=clip01, phase="weights", **rule)
+        W = behind.sgd(weights_loss, kept["W"], *heads, project=clip01, phase="weights", **plain)
         return W, aggregate_head(*heads, W)

@@ -14,9 +14,9 @@ Keeps:     nothing; clients are stateless.
 Evaluated: w^t `before` local training, the method's product; and θ_i `after` it.
 
 Where released code differs, and what we do:
-  - PFLlib d832e76 (2025-11-29) averages parameters only: batch-norm's running statistics stay with the clients. Here
-    they travel and are averaged like the extractor they belong to.
-  - PFLlib drops each epoch's last short batch. Here it is trained on (`Training.drop_last` restores that).
+  - TsingZ0/PFLlib d832e76 (2025-11-29) averages parameters only: batch-norm's running statistics stay with the clients.
+    Here they travel and are averaged like the extractor they belong to.
+  - It drops each epoch's last short batch. Here it is trained on (`Training.drop_last` restores that).
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,9 @@ def model_loss(model, params, batch):
 
 @dataclass(frozen=True)
 class FedAvg:
-    paper: ClassVar[str] = "Communication-Efficient Learning of Deep Networks from Decentralized Data (McMahan, 2017)"
+    paper: ClassVar[str] = (
+        "Communication-Efficient Learning of Deep Networks from Decentralized Data (McMahan et al., 2017)"
+    )
     product: ClassVar[str] = "before"  # the global model
 
     def server(self, fed):

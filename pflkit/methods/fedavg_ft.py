@@ -39,13 +39,13 @@ class FedAvgFT:
             real("finetune_lr", self.finetune_lr, 0)
         boolean("head_only", self.head_only)
 
+    # Its rounds are FedAvg's, so these are FedAvg's functions.
     server, client, download = FedAvg.server, FedAvg.client, FedAvg.download
     local, merge = FedAvg.local, FedAvg.merge
 
     def deploy(self, clients, kept, message):
-        rule = {"epochs": self.finetune_epochs}
-        if self.finetune_lr is not None:
-            rule["lr"] = self.finetune_lr
+        lr = clients.training.lr if self.finetune_lr is None else self.finetune_lr
+        rule = {"lr": lr, "epochs": self.finetune_epochs}
         if not self.head_only:
             return clients.sgd(model_loss, message, phase="finetune", **rule)
         extractor, head = message

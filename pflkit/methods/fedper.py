@@ -12,8 +12,9 @@ Travels:   the extractor, down and up.
 Keeps:     the client's head h_i.
 Evaluated: (r^t, h_i) `before` local training, with the head of the client's last round; (r_i, h_i) `after` it.
 
+The paper lets the personal part be several of the last layers: build the model with `head_layers=k`.
+
 Where released code differs, and what we do:
-  - The paper lets the personal part be several of the last layers: build the model with `head_layers=k`.
   - KarhouTam/FL-bench 06e658b (2025-10-09) uploads the whole model and lets clients overwrite the averaged head again:
     the results are FedPer's, the bytes are not. Here only r travels.
 """

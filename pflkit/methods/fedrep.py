@@ -15,15 +15,16 @@ Keeps:     the client's head h_i.
 Evaluated: (r^t, h_i) `before` local training, with the head of the client's last round; (r_i, h_i) `after` it.
 
 Where released code differs, and what we do:
-  - lgcollins/FedRep (the authors') runs 10 head epochs a round on CIFAR-10 with two classes a client, momentum 0.5 and
-    rate 0.01, and tunes every head again at the end. The FedAH comparison, whose protocol is our default, uses one head
-    epoch: set `head_epochs=10` for the authors'. The last tuning is not part of a round and not done here.
-  - Algorithm 1 averages the r_i uniformly; the authors' code weights them by n_i, and so do we.
+  - lgcollins/FedRep (the authors'; a snapshot without a date) runs 10 head epochs a round on CIFAR-10 with two classes
+    a client, momentum 0.5 and rate 0.01, and tunes every head again at the end. The FedAH paper does not say how many
+    it gives FedRep; its code's default, and ours, is one: set `head_epochs=10` for the authors'. The last tuning is not
+    part of a round and not done here.
+  - The paper's objective counts clients equally; the authors' code weights them by n_i, and so do we.
   - TsingZ0/PFLlib d832e76 (2025-11-29) scores (r^t, h_i) before the head has met the new r, our `before`; the method
     is designed to adapt the head first, which `after` does.
   - KarhouTam/FL-bench 06e658b (2025-10-09) with one local epoch never trains the head. Here E_h has its own name.
-  - It also freezes a part by zeroing its gradients, so momentum and weight decay could still move it. Here a frozen
-    part is not given to the optimizer.
+  - It freezes a part by clearing its gradients, which holds only where torch sets them to None (since 2.0). Here a
+    frozen part is not given to the optimizer.
 """
 
 from dataclasses import dataclass
@@ -48,7 +49,9 @@ def extractor_loss(model, extractor, batch, head):
 
 @dataclass(frozen=True)
 class FedRep:
-    paper: ClassVar[str] = "Exploiting Shared Representations for Personalized Federated Learning (Collins, 2021)"
+    paper: ClassVar[str] = (
+        "Exploiting Shared Representations for Personalized Federated Learning (Collins et al., 2021)"
+    )
     product: ClassVar[str] = "after"
 
     head_epochs: int = 1  # E_h; the authors' CIFAR-10 script: 10

@@ -198,7 +198,7 @@ def test_the_extractor_stands_still_until_its_own_phase(by_hand, linear, play):
     for result in rounds:
         assert all(trees.unequal(trees.row(result.held[0], i), fed.init()[0]) == 0 for i in range(2))
     assert trees.unequal(state.server[0], fed.init()[0]) == 0
-    assert trees.unequal(state.kept["W"], trees.ones_like(state.kept["W"])) > 0
+    assert trees.unequal(state.kept["W"], trees.full_like(state.kept["W"], 1.0)) > 0
 
 
 def test_weight_learning_has_no_momentum_decay_or_clipping(uneven):
