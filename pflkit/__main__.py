@@ -28,7 +28,7 @@ def value_of(text):
     """The value that `text` stands for in YAML."""
     try:
         return yaml.load(text, Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{text!r}: must be a value in YAML: {error}") from None
 
 
@@ -52,11 +52,11 @@ def main(context, profile, only, pairs, blocks, write):
         parameters = {name: value_of(value) for name, value in pairs}
         for block in blocks:
             loaded = value_of(block)
-            if not isinstance(loaded, dict):
+            if not isinstance(loaded, dict) or not all(isinstance(name, str) for name in loaded):
                 raise ValueError(f"-y {block!r}: must be a mapping of names to values")
             parameters |= loaded
         failed = reproduce(profile, only, parameters, write, say=lambda line: click.echo(line))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         refuse(error)
     sys.exit(1 if failed else 0)
 
@@ -94,6 +94,7 @@ def run(method, pairs, join_ratio, **options):
     from pflkit.experiment import experiment
 
     try:
+        options["out"] = options["out"] or None
         settings = dict(_setting(pair) for pair in pairs)
         history = experiment(method, settings=settings, join_ratio=_ratio(join_ratio), progress=1, **options)
     except (ValueError, OSError) as error:

@@ -1,6 +1,5 @@
 """Bad input gets one clear line that names the parameter, its value and what is allowed."""
 
-import math
 from numbers import Integral, Real
 
 
@@ -13,9 +12,12 @@ def integer(name, value, low=None, high=None):
 
 
 def real(name, value, low=None, high=None, above=None):
-    """`value` as a finite float, within [low, high], and > `above` where that is given; else ValueError."""
+    """`value` as a finite float, within [low, high], and > `above` where that is given; else ValueError.
+
+    Finite in float32: what only float64 can hold would overflow in training.
+    """
     allowed = "must be a finite number" + (f" above {above}" if above is not None else "") + _range(low, high)
-    ok = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and _within(value, low, high)
+    ok = isinstance(value, Real) and not isinstance(value, bool) and abs(value) < 3.4e38 and _within(value, low, high)
     if not ok or (above is not None and not value > above):
         raise ValueError(f"{name}={value!r}: {allowed}")
     return float(value)

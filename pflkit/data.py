@@ -14,7 +14,6 @@ import tempfile
 import zipfile
 import zlib
 from dataclasses import dataclass
-from functools import cached_property
 from http.client import HTTPException
 from pathlib import Path
 
@@ -44,7 +43,7 @@ class Dataset:
     def num_classes(self):
         return len(self.classes)
 
-    @cached_property
+    @property
     def fingerprint(self):
         """16 hex digits that change with any value of x or y: sha256 over their shapes and bytes."""
         digest = hashlib.sha256(repr((tuple(self.x.shape), self.y.shape)).encode())
@@ -66,7 +65,7 @@ def load(dataset, root=None, download=True):
     """
     checks.boolean("download", download)
     if isinstance(dataset, str | os.PathLike) and Path(dataset).suffix == ".npz":
-        path = Path(dataset).expanduser()
+        path = Path(os.path.expanduser(dataset))
         if not path.is_file():
             raise FileNotFoundError(f"dataset={str(dataset)!r}: no such file")
         return Dataset(path.name, *_npz(path))
@@ -77,7 +76,7 @@ def load(dataset, root=None, download=True):
 def data_root(root=None):
     """The folder of data files: `root`, else $PFLKIT_DATA, else pflkit/ in the user's cache. Empty means not given."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(root or os.environ.get("PFLKIT_DATA") or Path(cache, "pflkit")).expanduser()
+    return Path(os.path.expanduser(root or os.environ.get("PFLKIT_DATA") or Path(cache, "pflkit")))
 
 
 def images(pixels, top):
@@ -176,7 +175,8 @@ def _npz(path):
     floats, taken as they are: [n, d], channel-first [n, C, H, W]; [n, H, W] gets one channel.
     y [n]: integers or strings of any kind, or whole floats. Sorted, they become the classes 0..K-1, K at least 2.
     """
-    unreadable = (KeyError, TypeError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
+    unreadable = (KeyError, TypeError, ValueError, EOFError, RuntimeError, MemoryError, OSError)
+    unreadable += (zipfile.BadZipFile, zlib.error)
     try:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:  # np.load leaks a broken one
             x, y = np.asarray(file["x"]), np.asarray(file["y"])

@@ -2,25 +2,23 @@
 
 import contextlib
 import csv
-import hashlib
-import inspect
 import json
 import os
-import sys
 import time
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from pflkit import checks, data, federation, models, streams, training, trees
+from pflkit import checks, data, federation, models, training, trees
 from pflkit import partition as partitions
 from pflkit.checks import boolean, integer
-from pflkit.methods import METHODS, make
+from pflkit.identity import describe, digest
+from pflkit.methods import make
 
 LR = {"cnn": 0.005, "cnn-small": 0.05, "mlp": 0.05}  # cnn: the FedAH paper; the others ours
 DEFAULT_MODEL = {"digits": "mlp", "fashion-mnist": "cnn"}
@@ -77,17 +75,19 @@ def run(method, fed, rounds, *, eval_every=1, out=None, fresh=False, progress=0)
     """
     if isinstance(method, str | type):
         raise ValueError(f"method={method!r}: must be a method, as make('fedah') gives, not its name or class")
-    integer("rounds", rounds, 1)
-    integer("eval_every", eval_every, 1)
+    rounds = integer("rounds", rounds, 1)
+    eval_every = integer("eval_every", eval_every, 1)
     integer("progress", progress, 0)
     boolean("fresh", fresh)
     config = describe(method, fed, rounds, eval_every)
-    name, product = config["method"], getattr(method, "product", "after")
-    folder = Path(out) / f"{name}-{_hash(config)}" if out is not None else None
+    name, product = config["method"], checks.choice("product", getattr(method, "product", "after"), ("before", "after"))
+    folder = Path(out) / f"{name}-{digest(config)}" if out is not None else None
     state = fed.start(method)
     clients, watch, rows = [], [], []
-    if folder is not None and not fresh and (folder / "state.safetensors").exists():
-        rows, clients, watch = _load(folder, state)
+    if folder is not None and fresh:  # first, lest a repeat cut short be taken for the run that it replaces
+        (folder / "state.safetensors").unlink(missing_ok=True)
+    if folder is not None and (folder / "state.safetensors").exists():
+        rows, clients, watch = _load(folder, state, rounds)
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime((folder / "state.safetensors").stat().st_mtime))
         if progress:
             print(f"{name}: {state.round} of {rounds} rounds read from {folder.name}, computed {when}", flush=True)
@@ -108,8 +108,6 @@ def run(method, fed, rounds, *, eval_every=1, out=None, fresh=False, progress=0)
     rows.append({"round": rounds + 1, **closing, "seconds_eval": time.perf_counter() - start})
     clients += of_clients
     save(state, rows, clients, watch, at_once=True)
-    if progress:
-        print(f"{name}  after round {rounds}: before {closing['before']:.4f}", flush=True)
     return History(config, product, *map(pd.DataFrame, (rows, clients, watch)), state)
 
 
@@ -232,62 +230,7 @@ def _line(name, row, rounds):
     return f"{name}  round {row['round']:>{len(str(rounds))}}/{rounds}{accuracy}  {megabytes}  {row['seconds']:.1f} s"
 
 
-# --- what a run is, on disk ------------------------------------------------------------------------------------------
-
-
-def describe(method, fed, rounds, eval_every=1):
-    """All that a result depends on, as plain values; the source code enters as a hash."""
-    names = {cls: name for name, cls in METHODS.items()}
-    weights = hashlib.sha256(b"".join(t.numpy().tobytes() for t in trees.leaves(fed.model.init())))
-    return {
-        "method": names.get(type(method), type(method).__name__),
-        "settings": asdict(method) if is_dataclass(method) else {},
-        "dataset": {"name": fed.dataset.name, "fingerprint": fed.dataset.fingerprint},
-        "partition": {"name": fed.partition.name, **fed.partition.settings, "fingerprint": fed.partition.fingerprint},
-        "clients": fed.num_clients,
-        "model": {
-            "name": fed.model.name,
-            "modules": [str(p.module) for p in (fed.model.extractor, fed.model.head)],
-            "weights": weights.hexdigest()[:16],
-        },
-        "training": asdict(fed.training),
-        "join_ratio": fed.join_ratio,
-        "rounds": rounds,
-        "eval_every": eval_every,
-        "seed": fed.seed,
-        "engine": fed.engine.name,
-        "device": fed.device.type,
-        "dtype": str(fed.dtype),
-        "torch": torch.__version__,
-        "code": _code(method, fed.model),
-    }
-
-
-def _code(method, model):
-    """A hash of the source of what computes: the package up to here, the method's module and the methods it uses."""
-    package = [trees, checks, streams, data, partitions, models, training, federation, sys.modules[__name__]]
-    sources = [inspect.getsource(module) for module in package]
-    seen, todo = set(), [type(method).__module__]
-    while todo:
-        name = todo.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        used = {getattr(value, "__module__", None) for value in vars(sys.modules[name]).values()}
-        todo += sorted(u for u in used if isinstance(u, str) and u.startswith("pflkit.methods."))
-    custom = [type(m) for part in (model.extractor, model.head) for m in part.module.modules()]
-    custom = {kind for kind in custom if not kind.__module__.startswith("torch.")}
-    things = [sys.modules[name] if name != "__main__" else type(method) for name in sorted(seen)]
-    for thing in [*things, *sorted(custom, key=lambda kind: kind.__qualname__)]:
-        try:
-            sources.append(inspect.getsource(thing))
-        except (OSError, TypeError):  # typed into a console: no source to be had, its name must do
-            sources.append(repr(thing))
-    return hashlib.sha256("\0".join(sources).encode()).hexdigest()[:16]
-
-
-def _hash(config):
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:12]
+# --- on disk ----------------------------------------------------------------------------------------------------------
 
 
 class _Saver:
@@ -307,8 +250,9 @@ class _Saver:
             _write(self.folder / f"{name}.csv", lambda path, t=table: pd.DataFrame(t).to_csv(path, index=False))
         # The state goes last: whatever is cut short, the tables hold at least the rounds that the state has.
         named = dict(trees.named_leaves((state.server, state.kept)))
-        tensors = {name: t.detach().cpu().contiguous() for name, t in named.items()}
-        _write(self.folder / "state.safetensors", lambda path: save_file(tensors, path, {"round": str(state.round)}))
+        tensors = {name: t.detach().cpu().contiguous().clone() for name, t in named.items()}
+        about = {"round": str(state.round), "rows": str([len(rows), len(clients), len(watch)])}
+        _write(self.folder / "state.safetensors", lambda path: save_file(tensors, path, about))
         now = time.perf_counter()
         self.due = now + 20 * (now - start)
 
@@ -319,17 +263,22 @@ def _write(path, write):
     os.replace(scratch, path)
 
 
-def _load(folder, state):
-    """Fills `state` from disk; the rows of the tables up to its round, and the closing ones if the run was finished."""
-    with safe_open(folder / "state.safetensors", "pt") as file:
-        state.round = int(file.metadata()["round"])
-        for name, leaf in trees.named_leaves((state.server, state.kept)):
-            leaf.copy_(file.get_tensor(name))
-    last = json.loads((folder / "config.json").read_text())["rounds"]
-    end = last + 1 if state.round == last else state.round
-    return [
-        [row for row in _read(folder / f"{name}.csv") if row["round"] <= end] for name in ("rounds", "history", "watch")
-    ]
+def _load(folder, state, rounds):
+    """Fills `state` from disk; returns the rows of the tables up to its round. ValueError where they do not fit."""
+    try:
+        with safe_open(folder / "state.safetensors", "pt") as file:
+            about = file.metadata()
+            state.round = int(about["round"])
+            for name, leaf in trees.named_leaves((state.server, state.kept)):
+                leaf.copy_(file.get_tensor(name))
+        end = rounds + 1 if state.round == rounds else state.round  # the last round's state comes with the closing row
+        files = [folder / f"{name}.csv" for name in ("rounds", "history", "watch")]
+        tables = [[row for row in _read(file) if row["round"] <= end] for file in files]
+        if str([len(table) for table in tables]) != about["rows"]:
+            raise ValueError("its tables are not those of its state")
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
+        raise ValueError(f"{folder}: this saved run is damaged ({error}); delete it, or run with fresh=True") from error
+    return tables
 
 
 def _read(path):

@@ -72,6 +72,7 @@ class Federation:
                 f"{tuple(dataset.shape)} and {dataset.num_classes}"
             )
         self.dataset, self.partition, self.model = dataset, partition, model
+        self.fingerprint = dataset.fingerprint  # of the data as they are now, for they are copied now
         self.training = Training() if training is None else training
         if not isinstance(self.training, Training):
             raise ValueError(f"training={training!r}: must be a Training, e.g. Training(lr=0.05)")
@@ -129,7 +130,10 @@ class Federation:
         t = state.round + 1
         ids = self.sample(t)
         if hasattr(method, "joins"):
-            ids = method.joins(t, ids, np.arange(self.num_clients))
+            ids = np.asarray(method.joins(t, ids, np.arange(self.num_clients)))
+            if ids.ndim != 1 or not len(ids) or not set(ids.tolist()) <= set(range(self.num_clients)):
+                raise ValueError(f"{type(method).__name__}.joins: is {ids!r}, must be client numbers, at least one")
+            ids = np.unique(ids)
         clients = self.clients(ids, t, rounds)
         message = self._send(method, state, ids)
         kept, upload, held = method.local(clients, trees.take(state.kept, ids), message)
@@ -140,6 +144,8 @@ class Federation:
         server = method.merge(state.server, ids, message, upload, clients.n)
         _check(method, "merge", server)
         _check_same(method, "merge", server, state.server, axes=0)
+        if not all(bool(leaf.isfinite().all()) for leaf in trees.leaves(server)):
+            raise FloatingPointError(f"round {t}: what {type(method).__name__}.merge made is not finite")
         trees.put(state.kept, ids, kept)
         state.server, state.round = server, t
         down, up = (np.full(len(ids), trees.nbytes(tree)) for tree in (message, upload))
@@ -161,14 +167,19 @@ class Federation:
 
     def score(self, held, ids):
         """Correct answers [C] and mean loss [C] of the models `held` [C, ...] on the test data of clients `ids`."""
-        return evaluate(self.model, held, [self.test[i] for i in ids], self.engine)
+        correct, loss = evaluate(self.model, held, [self.test[i] for i in ids], self.engine)
+        if np.isnan(loss).any():
+            raise FloatingPointError(f"client {ids[np.isnan(loss).argmax()]}: its model gives NaN on its test data")
+        return correct, loss
 
 
 def received(message, clients):
     """A message as `local` sees it: every leaf [clients, ...], shared ones a view of one copy of the server's value."""
 
     def part(leaf):
-        return trees.expand(trees.clone(leaf.tree), clients) if isinstance(leaf, Shared) else leaf
+        if isinstance(leaf, Shared):
+            return trees.expand(trees.clone(leaf.tree), clients)
+        return leaf.clone() if torch.is_tensor(leaf) else leaf
 
     return trees.tree_map(part, message)
 
@@ -211,8 +222,10 @@ def _device(name):
     """`name` as a torch device that works here; None: a GPU where there is one."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError, TypeError) as error:
+        probe = torch.zeros(1, device=name)
+        probe.cpu()  # "meta" is a device without values
+        return probe.device
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
         raise ValueError(f"device={name!r}: cannot be used here: {str(error).splitlines()[0]}") from error
 
 

@@ -60,6 +60,7 @@ class Part:
         if not hasattr(self._copies, "module"):
             self._copies.module = copy.deepcopy(self.module)
         module = self._copies.module.train(isinstance(params, Trained))
+        x = x.clone()  # for the module may work in place, and this is the data itself
         return torch.func.functional_call(module, dict(params), (x,))
 
     def state(self):
@@ -81,7 +82,7 @@ class Model:
     """
 
     def __init__(self, name, extractor, head, shape, classes, plain=False):
-        self.name, self.shape, self.classes = name, tuple(shape), classes
+        self.name, self.shape, self.classes, self.plain = name, tuple(shape), classes, plain
         self.extractor, self.head = Part(extractor, plain), Part(head, plain)
         parts = (self.extractor, self.head)
         self.batch_norm, self.dropout = any(p.batch_norm for p in parts), any(p.dropout for p in parts)
@@ -92,14 +93,18 @@ class Model:
             raise ValueError(f"model={name!r}: every parameter needs a tensor of its own and a name that no buffer has")
         if frozen := [n for n, p in named if not p.requires_grad]:
             raise ValueError(f"model={name!r}: {frozen[0]!r} has requires_grad=False; make it a buffer, to stand still")
+        if lost := self.buffers - set().union(*self.init()):
+            raise ValueError(f"model={name!r}: buffer {min(lost)!r} is not persistent, so it could not travel")
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                two = torch.zeros(2, *self.shape)
+                two, start = torch.zeros(2, *self.shape), torch.get_rng_state()
                 self.features = self.extract(self.extractor.state(), two).shape[1:].numel()
                 out, before = self.predict(self.init(), two), torch.get_rng_state()
                 self.predict(tuple(map(Trained, self.init())), two)  # F.dropout in a custom module shows only here
                 self.dropout |= not torch.equal(before, torch.get_rng_state())
-        except (RuntimeError, IndexError, KeyError, ValueError) as error:
+                if not torch.equal(start, before):
+                    raise ValueError("random in evaluation mode; F.dropout takes training=self.training")
+        except (RuntimeError, IndexError, KeyError, ValueError, AttributeError, TypeError) as error:
             raise ValueError(f"model={name!r}: does not fit inputs of shape {self.shape}: {error}") from error
         if out.shape != (2, classes):
             raise ValueError(f"model={name!r}: gives {tuple(out.shape)} for a batch of 2, must be (2, {classes})")

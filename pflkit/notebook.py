@@ -24,6 +24,7 @@ class Parameter:
     small: Any
     paper: Any
     low: float | None = None
+    high: float | None = None
     among: tuple | None = None
 
     def check(self, name, value):
@@ -33,9 +34,9 @@ class Parameter:
         if isinstance(self.small, bool):
             return checks.boolean(name, value)
         if isinstance(self.small, int):
-            return checks.integer(name, value, self.low)
+            return checks.integer(name, value, self.low, self.high)
         if isinstance(self.small, float):
-            return checks.real(name, value, self.low)
+            return checks.real(name, value, self.low, self.high)
         if not isinstance(value, str | Path):
             raise ValueError(f"{name}={value!r}: must be a string")
         return value

@@ -42,7 +42,7 @@ class Training:
 
     def __post_init__(self):
         real("lr", self.lr, 0)
-        integer("batch_size", self.batch_size, 1)
+        integer("batch_size", self.batch_size, 1, 2**31 - 1)
         integer("epochs", self.epochs, 0)
         real("momentum", self.momentum, 0, 1)
         real("weight_decay", self.weight_decay, 0)
@@ -107,7 +107,7 @@ class Clients:
         skip_singles = self.model.batch_norm and any(self._is_buffer(name) for name, _ in trees.named_leaves(params))
 
         def client(i):
-            own = _own(trees.row(params, i))
+            own = _own(trees.row(params, i), self.model.plain)
             batches = self._batches(i, phase, rule, skip_singles)
             still = [trees.row(f, i) for f in fixed]
             with self._dropout(i, phase):
@@ -126,7 +126,7 @@ class Clients:
         features = [None] * len(self.data)
 
         def client(i):
-            r = _own(trees.row(extractor, i))
+            r = _own(trees.row(extractor, i), self.model.plain)
             features[i] = _forward(lambda x: self.model.extract(r, x), self.data[i][0])
 
         def two_samples():
@@ -204,7 +204,7 @@ def evaluate(model, params, data, engine):
     correct, loss = np.zeros(len(data), dtype=np.int64), np.zeros(len(data))
 
     def client(i):
-        own, (x, y) = _own(trees.row(params, i)), data[i]
+        own, (x, y) = _own(trees.row(params, i), model.plain), data[i]
         logits = _forward(lambda rows: model.predict(own, rows), x)
         correct[i] = int((logits.argmax(1) == y).sum())
         loss[i] = float(F.cross_entropy(logits, y))
@@ -266,15 +266,17 @@ def _trained(tree):
     return Trained((name, _trained(part)) for name, part in tree.items()) if isinstance(tree, dict) else tree
 
 
-def _own(tree):
-    """A client's own copy of a tree; on a CPU with convolution kernels laid out channels-last.
+def _own(tree, channels_last):
+    """A client's own copy of a tree; on a CPU, if `channels_last`, with convolution kernels laid out so.
+
+    Only for bundled models: a user's module may rely on the usual layout, as x.view(len(x), -1) does.
 
     Cloned, because `contiguous` takes a kernel of one input channel for channels-last as it is, and then torch computes
     the whole layer the slow way: a step of the 4-layer CNN on grey images takes 1.6 times as long.
     """
 
     def clone(t):
-        kernel = t.ndim == 4 and t.device.type == "cpu"
+        kernel = channels_last and t.ndim == 4 and t.device.type == "cpu"
         return t.detach().clone(memory_format=torch.channels_last if kernel else torch.preserve_format)
 
     return trees.tree_map(clone, tree)

@@ -105,8 +105,8 @@ def test_curves_and_clients_behind_the_plots():
 def test_saved_tables(tmp_path):
     shown = tables.save(tables.cost({"m": RISING}), tmp_path / "deep" / "02.cost", "Costs")
     assert (tmp_path / "deep" / "02.cost.csv").read_text().splitlines()[1] == "m,300,100,1000"
-    assert (tmp_path / "deep" / "02.cost.md").read_text() == (
-        shown.data
-        == "**Costs**\n\n| method | bytes down / client | bytes up / client | FLOPs |\n| --- | --- | --- | --- |\n"
+    text = (
+        "**Costs**\n\n| method | bytes down / client | bytes up / client | FLOPs |\n| --- | --- | --- | --- |\n"
         "| m | 300 | 100 | 1000 |\n"
     )
+    assert (tmp_path / "deep" / "02.cost.md").read_text() == shown.data == text

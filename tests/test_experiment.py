@@ -9,9 +9,10 @@ import pandas as pd
 import pytest
 import torch
 
-from pflkit import data, experiment, models, partition, trees
-from pflkit.experiment import describe, run
+from pflkit import data, experiment, identity, models, partition, trees
+from pflkit.experiment import run
 from pflkit.federation import Federation
+from pflkit.identity import describe, digest
 from pflkit.methods import make
 from pflkit.training import Training
 
@@ -181,7 +182,7 @@ def test_no_pickle_and_no_half_written_file_is_left(tmp_path):
 
 
 def folder_of(method, fed, rounds=2):
-    return experiment._hash(describe(method, fed, rounds))
+    return digest(describe(method, fed, rounds))
 
 
 CHANGES = {
@@ -221,12 +222,12 @@ def test_changed_data_have_another_folder():
 def test_changed_code_has_another_folder(module, monkeypatch):
     """FedAH uses FedRep's losses, so a change there may change FedAH's results; FedPer's file is not used."""
     before = folder_of(make("fedah"), federation())
-    source = experiment.inspect.getsource
+    source = identity.inspect.getsource
     changed = sys.modules[module]
-    monkeypatch.setattr(experiment.inspect, "getsource", lambda x: source(x) + "\n# changed" * (x is changed))
+    monkeypatch.setattr(identity.inspect, "getsource", lambda x: source(x) + "\n# changed" * (x is changed))
     assert folder_of(make("fedah"), federation()) != before
     other = sys.modules["pflkit.methods.fedper"]
-    monkeypatch.setattr(experiment.inspect, "getsource", lambda x: source(x) + "\n# changed" * (x is other))
+    monkeypatch.setattr(identity.inspect, "getsource", lambda x: source(x) + "\n# changed" * (x is other))
     assert folder_of(make("fedah"), federation()) == before
 
 
@@ -245,7 +246,7 @@ def test_config_is_plain_and_names_what_was_run(tmp_path):
 def test_defaults_are_the_papers():
     history = experiment.experiment("local", rounds=1)
     config = history.config
-    assert config["clients"] == 20 and config["join_ratio"] == (1.0, 1.0)
+    assert config["clients"] == 20 and config["join_ratio"] == [1.0, 1.0]
     assert config["partition"]["name"] == "dirichlet" and config["partition"]["beta"] == 0.1
     assert config["training"]["batch_size"] == 10 and config["training"]["epochs"] == 1
     assert experiment.LR["cnn"] == 0.005
@@ -265,3 +266,73 @@ def test_an_empty_watched_tree_is_left_out():
     fed = federation()
     fed = Federation(fed.dataset, fed.partition, models.build("mlp", fed.dataset.shape, 10, head_layers=0))
     assert run(make("fedah"), fed, 1).watch.empty
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+def cut_state(folder):
+    path = folder / "state.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+
+
+DAMAGE = {
+    "state cut": cut_state,
+    "state empty": lambda folder: (folder / "state.safetensors").write_bytes(b""),
+    "rounds empty": lambda folder: (folder / "rounds.csv").write_text(""),
+    "history only a header": lambda folder: (folder / "history.csv").write_text("round,client\n"),
+    "watch missing": lambda folder: (folder / "watch.csv").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_run_is_named_and_not_used(damage, tmp_path):
+    run(make("fedah"), federation(), 2, out=tmp_path)
+    (folder,) = tmp_path.iterdir()
+    DAMAGE[damage](folder)
+    with pytest.raises(ValueError, match=rf"{folder.name}: this saved run is damaged .*fresh=True"):
+        run(make("fedah"), federation(), 2, out=tmp_path)
+    assert run(make("fedah"), federation(), 2, out=tmp_path, fresh=True).loaded is None
+
+
+def test_a_fresh_repeat_cut_short_is_not_taken_for_the_finished_run(tmp_path, monkeypatch):
+    whole = run(make("fedah"), federation(), 4, out=tmp_path)
+    monkeypatch.setattr(experiment._Saver, "__call__", eager(experiment._Saver.__call__))
+    with monkeypatch.context() as cutting, pytest.raises(Stop):
+        stop_after(cutting, 1)
+        run(make("fedah"), federation(), 4, out=tmp_path, fresh=True)
+    again = run(make("fedah"), federation(), 4, out=tmp_path)
+    assert again.loaded is None
+    assert_same(again, whole)
+
+
+def test_a_server_that_holds_one_tensor_twice_is_saved(tmp_path):
+    class Twice(type(make("fedavg"))):
+        def server(self, fed):
+            model = fed.init()
+            return {"now": model, "same": model}
+
+        def download(self, server, ids):
+            return super().download(server["now"], ids)
+
+        def merge(self, server, ids, message, upload, n):
+            model = super().merge(server, ids, message, upload, n)
+            return {"now": model, "same": model}
+
+    whole = run(Twice(), federation(), 2, out=tmp_path)
+    assert_same(run(Twice(), federation(), 2, out=tmp_path), whole)
+
+
+def test_a_server_that_is_not_finite_stops_the_run():
+    class Broken(type(make("fedavg"))):
+        def merge(self, server, ids, message, upload, n):
+            return trees.full_like(server, float("nan"))
+
+    with pytest.raises(FloatingPointError, match=r"round 1: what Broken\.merge made is not finite"):
+        run(Broken(), federation(), 2)
+
+
+@pytest.mark.parametrize("method", ["fedavg", type(make("fedavg"))])
+def test_a_name_or_class_is_no_method(method):
+    with pytest.raises(ValueError, match="must be a method, as make"):
+        run(method, federation(), 2)

@@ -13,7 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pflkit import trees
+from pflkit import data, partition, trees
+from pflkit.experiment import run
+from pflkit.federation import Federation
+from pflkit.methods import make
 from pflkit.models import MODELS, Part, Trained, build, from_modules
 
 IMAGES = {"cnn": (3, 20, 17), "cnn-small": (1, 9, 8), "mlp": (2, 5)}
@@ -298,3 +301,49 @@ def test_a_frozen_parameter_is_refused_rather_than_trained():
     extractor = nn.Linear(3, 4).requires_grad_(False)
     with pytest.raises(ValueError, match="'weight' has requires_grad=False; make it a buffer"):
         from_modules(extractor, nn.Linear(4, 2), (3,), 2)
+
+
+class UsualCNN(nn.Module):
+    """As most people write it: view, which needs the usual memory layout, and work in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(1, 3, 3), nn.Linear(3 * 6 * 6, 4)
+
+    def forward(self, x):
+        x *= 2
+        return F.relu(self.fc(F.relu(self.conv(x), inplace=True).view(x.shape[0], -1)))
+
+
+def test_a_usual_cnn_trains_and_leaves_the_data_alone():
+    torch.manual_seed(0)
+    model = from_modules(UsualCNN(), nn.Linear(4, 2), (1, 8, 8), 2)
+    tiny = data.Dataset("tiny", torch.randn(24, 1, 8, 8), np.arange(24) % 2, (0, 1))
+    fed = Federation(tiny, partition.iid(tiny.y, 3), model)
+    before = [x.clone() for x, _ in fed.train + fed.test]
+    for name in ("fedavg", "fedrep"):
+        run(make(name), fed, 1)
+    assert all(torch.equal(x, old) for (x, _), old in zip(fed.train + fed.test, before, strict=True))
+
+
+class Restless(nn.Module):
+    def forward(self, x):
+        return F.dropout(x)  # in evaluation too
+
+
+class Forgetful(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1), persistent=False)
+
+    def forward(self, x):
+        return x + self.seen
+
+
+@pytest.mark.parametrize(
+    ("extractor", "said"),
+    [(Restless(), "evaluation mode"), (Forgetful(), "'seen' is not persistent"), (nn.GRU(3, 3), "fit")],
+)
+def test_modules_whose_results_would_depend_on_more_than_their_tensors_are_refused(extractor, said):
+    with pytest.raises(ValueError, match=rf"model='custom': .*{said}"):
+        from_modules(extractor, nn.Linear(3, 2), (3,), 2)

@@ -1,6 +1,7 @@
 """All methods by name. A new one is a file here, its import, and a line in METHODS."""
 
 import dataclasses
+import numbers
 import types
 import typing
 
@@ -43,5 +44,5 @@ def _fits(value, kind):
     if isinstance(kind, types.UnionType):
         return any(_fits(value, k) for k in typing.get_args(kind))
     if kind in (int, float):  # a whole number will do for a float; True and False are not numbers
-        return isinstance(value, int | kind) and not isinstance(value, bool)
+        return isinstance(value, numbers.Integral if kind is int else numbers.Real) and not isinstance(value, bool)
     return isinstance(value, kind)

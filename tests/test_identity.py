@@ -1,0 +1,105 @@
+"""What names a run: any change of code, settings or data that could change its result, and nothing else."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pflkit import data, models, partition
+from pflkit.experiment import run
+from pflkit.federation import Federation
+from pflkit.identity import describe, digest
+from pflkit.methods import make
+from pflkit.methods.fedavg import FedAvg
+
+X, Y = torch.linspace(-1, 1, 80).reshape(40, 2), np.arange(40) % 2
+
+
+def federation(model=None, x=X):
+    tiny = data.Dataset("tiny", x.clone(), Y, (0, 1))
+    return Federation(tiny, partition.iid(Y, 4), model or models.build("mlp", (2,), 2))
+
+
+def in_a_notebook(source):
+    """The method that a cell with `source` defines: its code has no file."""
+    cell = {"__name__": "__main__", "FedAvg": FedAvg, "dataclass": dataclass, "nn": nn, "torch": torch}
+    exec(compile(source, "<cell>", "exec"), cell)
+    return cell
+
+
+CELL = """
+RATE = 0.5
+def my_loss(model, params, batch, factor={factor}):
+    inner = lambda z: z * {inner}
+    return inner(factor * RATE * model.predict(params, batch[0]).square().mean())
+class Mine(FedAvg):
+    power = {power}
+    def local(self, clients, kept, message):
+        model = clients.sgd(my_loss, message, {arguments})
+        return (), model, model
+"""
+SAME = {"factor": 1, "inner": 1, "power": 2, "arguments": "lr=0.1"}
+
+
+@pytest.mark.parametrize("change", [{"factor": 2}, {"inner": 2}, {"power": 3}, {"arguments": "lr=0.2"}])
+def test_a_method_changed_in_a_notebook_is_another(change):
+    name = [digest(describe(in_a_notebook(CELL.format(**c))["Mine"](), federation(), 2)) for c in (SAME, SAME | change)]
+    again = digest(describe(in_a_notebook(CELL.format(**SAME))["Mine"](), federation(), 2))
+    assert name[0] == again != name[1]
+
+
+def test_a_constant_that_a_function_reads_counts():
+    cell = in_a_notebook(CELL.format(**SAME))
+    before = digest(describe(cell["Mine"](), federation(), 2))
+    cell["RATE"] = 0.25
+    assert digest(describe(cell["Mine"](), federation(), 2)) != before
+
+
+def test_attributes_of_a_method_without_fields_count():
+    names = []
+    for mu in (0.0, 0.5):
+        method = in_a_notebook(CELL.format(**SAME))["Mine"]()
+        object.__setattr__(method, "mu", mu)
+        names.append(digest(describe(method, federation(), 2)))
+    plain = type("Plain", (), {"__init__": lambda self, mu: setattr(self, "mu", mu)})
+    assert describe(plain(0.5), federation(), 2)["settings"] == {"mu": "0.5"}
+
+
+class Scaled(nn.Module):
+    """Its scale shows neither in str() nor in its weights."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def test_attributes_of_a_module_count():
+    names = set()
+    for scale in (1.0, 100.0):
+        torch.manual_seed(0)
+        model = models.from_modules(nn.Sequential(Scaled(scale), nn.Linear(2, 3)), nn.Linear(3, 2), (2,), 2)
+        names.add(digest(describe(make("fedavg"), federation(model), 2)))
+    assert len(names) == 2
+
+
+def test_data_changed_in_place_count_for_federations_made_later():
+    tiny = data.Dataset("tiny", X.clone(), Y, (0, 1))
+    model, split = models.build("mlp", (2,), 2), partition.iid(Y, 4)
+    first = Federation(tiny, split, model)
+    tiny.x.mul_(-3)
+    second = Federation(tiny, split, model)
+    assert digest(describe(make("fedavg"), first, 2)) != digest(describe(make("fedavg"), second, 2))
+
+
+def test_numpy_numbers_are_numbers(tmp_path):
+    fed = federation()
+    assert digest(describe(make("fedrep", head_epochs=np.int64(2)), fed, 2)) == digest(
+        describe(make("fedrep", head_epochs=2), fed, 2)
+    )
+    run(make("fedavg"), fed, np.int64(2), out=tmp_path)
+    assert run(make("fedavg"), fed, 2, out=tmp_path).loaded is not None
