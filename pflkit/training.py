@@ -222,7 +222,8 @@ def _descend(model, loss, own, fixed, trained, batches, rule, project):
     for batch in batches:
         value = loss(model, own, batch, *fixed)
         value, extras = value if isinstance(value, tuple) else (value, {})
-        grads = torch.autograd.grad(value, moving, allow_unused=True, materialize_grads=True)
+        grads = torch.autograd.grad(value, moving, allow_unused=True)
+        grads = [torch.zeros_like(p) if g is None else g for p, g in zip(moving, grads, strict=True)]
         with torch.no_grad():
             if rule.clip is not None:
                 norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
