@@ -251,8 +251,9 @@ class _Saver:
         # The state goes last: whatever is cut short, the tables hold at least the rounds that the state has.
         named = dict(trees.named_leaves((state.server, state.kept)))
         tensors = {name: t.detach().cpu().contiguous().clone() for name, t in named.items()}
-        about = {"round": str(state.round), "rows": str([len(rows), len(clients), len(watch)])}
-        _write(self.folder / "state.safetensors", lambda path: save_file(tensors, path, about))
+        # In one entry, because safetensors writes several in any order, and equal states should be equal files.
+        about = json.dumps({"round": state.round, "rows": [len(rows), len(clients), len(watch)]})
+        _write(self.folder / "state.safetensors", lambda path: save_file(tensors, path, {"about": about}))
         now = time.perf_counter()
         self.due = now + 20 * (now - start)
 
@@ -267,14 +268,14 @@ def _load(folder, state, rounds):
     """Fills `state` from disk; returns the rows of the tables up to its round. ValueError where they do not fit."""
     try:
         with safe_open(folder / "state.safetensors", "pt") as file:
-            about = file.metadata()
-            state.round = int(about["round"])
+            about = json.loads(file.metadata()["about"])
+            state.round = about["round"]
             for name, leaf in trees.named_leaves((state.server, state.kept)):
                 leaf.copy_(file.get_tensor(name))
         end = rounds + 1 if state.round == rounds else state.round  # the last round's state comes with the closing row
         files = [folder / f"{name}.csv" for name in ("rounds", "history", "watch")]
         tables = [[row for row in _read(file) if row["round"] <= end] for file in files]
-        if str([len(table) for table in tables]) != about["rows"]:
+        if [len(table) for table in tables] != about["rows"]:
             raise ValueError("its tables are not those of its state")
     except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
         raise ValueError(f"{folder}: this saved run is damaged ({error}); delete it, or run with fresh=True") from error
