@@ -98,7 +98,9 @@ def run(method, fed, rounds, *, eval_every=1, out=None, fresh=False, progress=0)
         t = state.round + 1
         scored = (t - 1) % eval_every == 0 or t == rounds
         row, of_clients, of_watch = _round(method, fed, state, rounds, scored)
-        rows, clients, watch = [*rows, row], clients + of_clients, watch + of_watch
+        rows.append(row)
+        clients += of_clients
+        watch += of_watch
         if progress and (t % progress == 0 or t == rounds):
             print(_line(name, row, rounds), flush=True)
         if t < rounds:
@@ -134,9 +136,8 @@ def experiment(
     """One experiment from plain values, as the command line and `sweep` give them; returns its History.
 
     model and lr are by default the data set's and the model's; beta belongs to the Dirichlet partition, classes to the
-    pathological ones; settings are the method's own. Other `options`
-    (out, eval_every, fresh, progress) are those of `run`. Of the
-    defaults, those of clients, join ratio, batches, epochs and beta are the FedAH paper's; the rest is ours.
+    pathological ones; settings are the method's own. Other `options` (out, eval_every, fresh, progress) are those of
+    `run`. Of the defaults, those of clients, join ratio, batches, epochs and beta are the FedAH paper's; the rest ours.
     """
     for key in options.keys() - {"out", "eval_every", "fresh", "progress"}:
         raise ValueError(f"{key}={options[key]!r}: experiment has no such argument")
@@ -178,7 +179,7 @@ def _round(method, fed, state, rounds, scored):
     by_client = {entry["client"]: entry for entry in of_clients}
     for j, i in enumerate(result.ids.tolist()):
         entry = by_client.setdefault(i, _client(fed, t, i))
-        entry |= {"joined": True} | {name: _plain(values[j]) for name, values in columns.items()}
+        entry |= {"joined": True} | {name: values[j].item() for name, values in columns.items()}
     losses = {f"loss.{phase}": float(np.nanmean(v)) for phase, v in result.clients.log.items() if not np.isnan(v).all()}
     row = {"round": t, "joined": len(result.ids)} | row
     row |= {name: int(columns[name].sum()) for name in ("bytes_down", "bytes_up", "flops")}
@@ -193,7 +194,7 @@ def _before(method, fed, state, rounds):
     everyone = np.arange(fed.num_clients)
     columns, mean, pooled = _score(fed, fed.deployed(method, state, rounds), everyone, "before")
     of_clients = [
-        _client(fed, state.round + 1, i) | {name: _plain(values[i]) for name, values in columns.items()}
+        _client(fed, state.round + 1, i) | {name: values[i].item() for name, values in columns.items()}
         for i in everyone.tolist()
     ]
     return {"before": mean, "before_pooled": pooled}, of_clients
@@ -218,10 +219,6 @@ def _statistics(tree):
     quantiles = {f"q{round(100 * p):02d}": float(ordered[round(p * (len(ordered) - 1))]) for p in levels}
     ends = {"share_0": float((values == 0).double().mean()), "share_1": float((values == 1).double().mean())}
     return {"mean": float(values.mean())} | quantiles | ends
-
-
-def _plain(value):
-    return value.item() if isinstance(value, np.generic) else value
 
 
 def _line(name, row, rounds):

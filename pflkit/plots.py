@@ -46,8 +46,7 @@ def axes(ax=None, width=7.0, height=4.0):
     """In the house style: `ax`, or the axes of a new figure of width x height inches."""
     with style():
         if ax is None:
-            ax = plt.subplots(figsize=(width, height), layout="constrained")[1]
-            plt.close(ax.figure)  # pyplot forgets it; the figure itself lives as long as the caller holds it
+            ax = panels(1, 1, width, height)[1]
         yield ax
         ax.figure.canvas.figure.draw_without_rendering()  # ticks are made on drawing, and must be made in this style
 
@@ -99,7 +98,7 @@ def curves(runs, point=None, ax=None):
     `runs` is {name: a History, or a list of them, one a seed}; `point` is "before" or "after" local training, by
     default each method's own, which the legend then names. Methods are listed in the order of their last values.
     """
-    points = {name: h[0].product if isinstance(h, list) else h.product for name, h in runs.items()}
+    points = {name: histories[0].product for name, histories in tables.lists(runs).items()}
     table = tables.curves(runs, point)
     stats = table.groupby(["method", "rounds"])["accuracy"].agg(["mean", "std"]).fillna(0) * 100
     last = stats["mean"].groupby("method").last().sort_values(ascending=False)
@@ -121,7 +120,7 @@ def per_client(runs, ax=None):
     `runs` as in `curves`; of several seeds the first is shown. For a personalized method at a join ratio below 1 these
     are the clients that joined the last round.
     """
-    firsts = {name: h[0] if isinstance(h, list) else h for name, h in runs.items()}
+    firsts = {name: histories[0] for name, histories in tables.lists(runs).items()}
     with axes(ax, 7, 0.9 + 0.45 * len(firsts)) as ax:
         for row, (name, history) in enumerate(firsts.items()):
             values = 100 * tables.last_per_client(history)
@@ -343,5 +342,5 @@ def panels(rows, columns, width, height, title=None, **options):
         figure, axs = plt.subplots(rows, columns, figsize=(width, height), layout="constrained", **options)
         if title:
             figure.suptitle(title, x=0.01, ha="left")
-        plt.close(figure)  # pyplot forgets it
+        plt.close(figure)  # pyplot forgets it; the figure itself lives as long as the caller holds it
     return figure, axs

@@ -8,8 +8,7 @@ import time
 import warnings
 from pathlib import Path
 
-from pflkit import checks
-from pflkit.notebook import root, unknown
+from pflkit.notebook import COMMON, root, unknown
 
 TYPES = {"bool": bool, "int": int, "float": (int, float), "str": str}
 
@@ -71,7 +70,7 @@ def _check(given, known):
         kind = TYPES.get(every[name], object)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
             raise ValueError(f"{name}={value!r}: must be of type {every[name]}")
-    checks.choice("profile", given["profile"], ("smoke", "small", "paper"))
+    COMMON["profile"].check("profile", given["profile"])
 
 
 def _execute(path, target, parameters, say):
@@ -127,7 +126,6 @@ class _Say(logging.Handler):
             "Ending ",
             "Input Notebook",
             "Output Notebook",
-            "Executing notebook",
             "<IPython",
             "<Figure",
         )

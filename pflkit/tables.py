@@ -17,7 +17,7 @@ def accuracy(runs):
     is known of the clients that joined the last round only.
     """
     rows = {}
-    for name, histories in _lists(runs).items():
+    for name, histories in lists(runs).items():
         seeds = pd.DataFrame([h.summary() for h in histories])
         clients = pd.concat([last_per_client(h) for h in histories])
         rows[name] = {
@@ -33,14 +33,14 @@ def accuracy(runs):
 
 def cost(runs):
     """A row per method: bytes per sampled client and round, FLOPs of a round, of the first seed's run."""
-    rows = {name: costs.per_round(histories[0]) for name, histories in _lists(runs).items()}
+    rows = {name: costs.per_round(histories[0]) for name, histories in lists(runs).items()}
     table = pd.DataFrame(rows).T.drop(columns="seconds").rename_axis("method")
     return table.astype("int64")
 
 
 def seconds(runs):
     """A row per method: mean seconds of training a round. Kept apart, because they change from run to run."""
-    rows = {name: costs.per_round(histories[0])["seconds"] for name, histories in _lists(runs).items()}
+    rows = {name: costs.per_round(histories[0])["seconds"] for name, histories in lists(runs).items()}
     return pd.DataFrame({"seconds a round": rows}).rename_axis("method")
 
 
@@ -48,7 +48,7 @@ def curves(runs, point=None):
     """Accuracies behind a plot of curves: method, seed (0, 1, ...), rounds of training, accuracy (client mean)."""
     parts = [
         history.curve(point).rename_axis("rounds").rename("accuracy").reset_index().assign(method=name, seed=seed)
-        for name, histories in _lists(runs).items()
+        for name, histories in lists(runs).items()
         for seed, history in enumerate(histories)
     ]
     return pd.concat(parts)[["method", "seed", "rounds", "accuracy"]].reset_index(drop=True)
@@ -57,7 +57,7 @@ def curves(runs, point=None):
 def per_client(runs):
     """Accuracies behind `plots.per_client`: method, client, n_train, n_test, accuracy in the last round; first seed."""
     parts = []
-    for name, histories in _lists(runs).items():
+    for name, histories in lists(runs).items():
         sizes = histories[0].clients.drop_duplicates("client").set_index("client")[["n_train", "n_test"]]
         accuracy = last_per_client(histories[0]).rename("accuracy")
         parts.append(sizes.join(accuracy, how="inner").reset_index().assign(method=name))
@@ -92,7 +92,7 @@ def markdown(table):
 def watched(runs, name):
     """A watched value behind `plots.watched`: method, round, mean, quantiles, shares of exact 0 and 1; over seeds."""
     parts = {}
-    for method, histories in _lists(runs).items():
+    for method, histories in lists(runs).items():
         table = pd.concat(h.watch for h in histories)
         parts[method] = table[table["name"] == name].groupby("round").mean(numeric_only=True)
     return pd.concat(parts, names=["method"]).reset_index()
@@ -102,13 +102,13 @@ def by_setting(runs):
     """Accuracies behind `plots.by_setting`: setting, seed (0, 1, ...), before, after, in the last round."""
     rows = [
         {"setting": label, "seed": seed} | {point: history.summary()[point] for point in ("before", "after")}
-        for label, histories in _lists(runs).items()
+        for label, histories in lists(runs).items()
         for seed, history in enumerate(histories)
     ]
     return pd.DataFrame(rows)
 
 
-def _lists(runs):
+def lists(runs):
     """{name: [History, one a seed]} of {name: a History, or a list of them}."""
     if not isinstance(runs, dict):
         raise ValueError(f"runs: must be {{name: History, ...}}, not a {type(runs).__name__}")
