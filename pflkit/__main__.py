@@ -71,7 +71,10 @@ def list_methods():
 @main.command()
 @click.argument("method")
 @click.option("--dataset", default="digits", show_default=True, help="digits, fashion-mnist, or a FILE.npz of x and y.")
-@click.option("--model", help="cnn, cnn-small or mlp; by default what fits the data set.")
+@click.option(
+    "--model",
+    help="cnn, cnn-small, cnn-1 to -5, mlp, mlp-1 to -5; A+B: clients have A or B, in turn.  [what fits the data]",
+)
 @click.option(
     "--partition", default="dirichlet", show_default=True, help="iid, pathological, dirichlet or classes_per_client."
 )

@@ -20,7 +20,8 @@ from pflkit.checks import boolean, integer
 from pflkit.identity import describe, digest
 from pflkit.methods import make
 
-LR = {"cnn": 0.005, "cnn-small": 0.05, "mlp": 0.05}  # cnn: the FedAH paper; the others ours
+# cnn: the FedAH paper; cnn-1 to cnn-5: FedGH's released code; the others ours.
+LR = {name: 0.01 if name.startswith("cnn-") else 0.05 for name in models.MODELS} | {"cnn": 0.005, "cnn-small": 0.05}
 DEFAULT_MODEL = {"digits": "mlp", "fashion-mnist": "cnn"}
 
 
@@ -35,6 +36,7 @@ class History:
         test samples), bytes and flops (sums over clients), seconds (training), seconds_eval, and mean losses by phase.
         The last row, round rounds+1, has `before` only: what all the training led to.
     watch: a row per round and watched value: round, name, mean, quantiles, shares of exact zeros and ones.
+    labels: training samples of each class that each client has: int [N, K].
     product: where the method's own product stands, "before" (a global model) or "after" (personalized ones).
     """
 
@@ -43,6 +45,7 @@ class History:
     rounds: pd.DataFrame
     clients: pd.DataFrame
     watch: pd.DataFrame
+    labels: np.ndarray
     state: federation.State
     loaded: str | None = None  # when the results read from disk were computed
 
@@ -83,6 +86,7 @@ def run(method, fed, rounds, *, eval_every=1, out=None, fresh=False, progress=0)
     name, product = config["method"], checks.choice("product", getattr(method, "product", "after"), ("before", "after"))
     folder = Path(out) / f"{name}-{digest(config)}" if out is not None else None
     state = fed.start(method)
+    labels = np.stack([np.bincount(y.cpu(), minlength=fed.dataset.num_classes) for _, y in fed.train])
     clients, watch, rows = [], [], []
     if folder is not None and fresh:  # first, lest a repeat cut short be taken for the run that it replaces
         (folder / "state.safetensors").unlink(missing_ok=True)
@@ -92,7 +96,7 @@ def run(method, fed, rounds, *, eval_every=1, out=None, fresh=False, progress=0)
         if progress:
             print(f"{name}: {state.round} of {rounds} rounds read from {folder.name}, computed {when}", flush=True)
         if rows and rows[-1]["round"] > rounds:
-            return History(config, product, *map(pd.DataFrame, (rows, clients, watch)), state, loaded=when)
+            return History(config, product, *map(pd.DataFrame, (rows, clients, watch)), labels, state, loaded=when)
     save = _Saver(folder, config)
     while state.round < rounds:
         t = state.round + 1
@@ -110,7 +114,7 @@ def run(method, fed, rounds, *, eval_every=1, out=None, fresh=False, progress=0)
     rows.append({"round": rounds + 1, **closing, "seconds_eval": time.perf_counter() - start})
     clients += of_clients
     save(state, rows, clients, watch, at_once=True)
-    return History(config, product, *map(pd.DataFrame, (rows, clients, watch)), state)
+    return History(config, product, *map(pd.DataFrame, (rows, clients, watch)), labels, state)
 
 
 def experiment(
@@ -135,7 +139,8 @@ def experiment(
 ):
     """One experiment from plain values, as the command line and `sweep` give them; returns its History.
 
-    model and lr are by default the data set's and the model's; beta belongs to the Dirichlet partition, classes to the
+    model and lr are by default the data set's and the model's; a model "mlp-1+mlp-2" stands for clients that have one
+    or the other, in turn; beta belongs to the Dirichlet partition, classes to the
     pathological ones; settings are the method's own. Other `options` (out, eval_every, fresh, progress) are those of
     `run`. Of the defaults, those of clients, join ratio, batches, epochs and beta are the FedAH paper's; the rest ours.
     """
@@ -145,13 +150,15 @@ def experiment(
     integer("rounds", rounds, 1)
     integer("seed", seed, 0)
     loaded = data.load(dataset, root=data_root)
-    name = model or DEFAULT_MODEL.get(dataset) or ("cnn" if _fits_cnn(loaded.shape) else "mlp")
-    net = models.build(name, loaded.shape, loaded.num_classes, seed=seed)
+    names = (model or DEFAULT_MODEL.get(dataset) or ("cnn" if _fits_cnn(loaded.shape) else "mlp")).split("+")
+    nets = [models.build(name, loaded.shape, loaded.num_classes, seed=seed) for name in names]
+    if lr is None and len({LR[name] for name in names}) > 1:
+        raise ValueError(f"lr=None: must be given, for {model} have different rates by default")
     given = {key: value for key, value in (("beta", beta), ("classes", classes)) if value is not None}
     split = partitions.make(partition, loaded.y, clients, seed=seed, **given)
-    rule = training.Training(lr=LR[name] if lr is None else lr, batch_size=batch_size, epochs=epochs)
+    rule = training.Training(lr=LR[names[0]] if lr is None else lr, batch_size=batch_size, epochs=epochs)
     fed = federation.Federation(
-        loaded, split, net, training=rule, join_ratio=join_ratio, seed=seed, engine=engine, device=device
+        loaded, split, nets, training=rule, join_ratio=join_ratio, seed=seed, engine=engine, device=device
     )
     return run(chosen, fed, rounds, **options)
 
@@ -175,17 +182,18 @@ def _round(method, fed, state, rounds, scored):
         row |= {"after": mean, "after_pooled": pooled}
     else:
         columns = {}
-    columns |= {"bytes_down": result.bytes_down, "bytes_up": result.bytes_up, "flops": result.clients.flops()}
+    columns |= {"bytes_down": result.bytes_down, "bytes_up": result.bytes_up, "flops": result.flops()}
     by_client = {entry["client"]: entry for entry in of_clients}
     for j, i in enumerate(result.ids.tolist()):
         entry = by_client.setdefault(i, _client(fed, t, i))
         entry |= {"joined": True} | {name: values[j].item() for name, values in columns.items()}
-    losses = {f"loss.{phase}": float(np.nanmean(v)) for phase, v in result.clients.log.items() if not np.isnan(v).all()}
+    losses = {f"loss.{phase}": float(np.nanmean(v)) for phase, v in result.log().items() if not np.isnan(v).all()}
     row = {"round": t, "joined": len(result.ids)} | row
     row |= {name: int(columns[name].sum()) for name in ("bytes_down", "bytes_up", "flops")}
     row |= {"seconds": seconds, "seconds_eval": scoring} | losses
-    watched = method.watch(state.server, state.kept) if hasattr(method, "watch") else {}
-    stats = [{"round": t, "name": name} | _statistics(tree) for name, tree in watched.items() if trees.leaves(tree)]
+    watched = [method.watch(state.server, kept) for kept in fed.parts(state.kept)] if hasattr(method, "watch") else []
+    named = {name: tuple(part[name] for part in watched) for name in (watched[0] if watched else ())}
+    stats = [{"round": t, "name": name} | _statistics(tree) for name, tree in named.items() if trees.leaves(tree)]
     return row, [by_client[i] for i in sorted(by_client)], stats
 
 

@@ -1,4 +1,4 @@
-"""The clients of a federation: their data, who joins a round, what travels, and how well their models do."""
+"""The clients of a federation: their data and models, who joins a round, what travels, how well their models do."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,16 +8,10 @@ import torch
 
 from pflkit import trees
 from pflkit.checks import choice, integer, real
+from pflkit.messages import arrived, nbytes, received, split
 from pflkit.models import Model
 from pflkit.streams import rng
 from pflkit.training import Clients, Engine, Training, evaluate
-
-
-@dataclass(frozen=True)
-class Shared:
-    """Part of a message that is one value for all its receivers: stored once, counted once for each of them."""
-
-    tree: Any
 
 
 @dataclass
@@ -30,19 +24,74 @@ class State:
 
 
 @dataclass(frozen=True)
-class Round:
-    """What one round did. Arrays are per sampled client, in the order of `ids`."""
+class Part:
+    """What the clients `ids` of one group did in one exchange with the server; arrays and trees in their order."""
 
     ids: np.ndarray
-    held: Any  # the models [C, ...] that the sampled clients hold after training
+    group: int
+    held: Any
     bytes_down: np.ndarray
     bytes_up: np.ndarray
-    clients: Clients  # their `log`, and `flops()`
+    clients: Clients
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round did: its sampled clients `ids`, the models they hold after training, and the parts it went in.
+
+    Arrays are per sampled client, in the order of `ids`.
+    """
+
+    ids: np.ndarray
+    held: Any
+    parts: list
+
+    @property
+    def bytes_down(self):
+        return self._whole([part.bytes_down for part in self.parts])
+
+    @property
+    def bytes_up(self):
+        return self._whole([part.bytes_up for part in self.parts])
+
+    def flops(self):
+        """The FLOPs of all training."""
+        return self._whole([part.clients.flops() for part in self.parts])
+
+    def log(self):
+        """Mean losses by phase; NaN for a client without the phase."""
+        logs = [(part.clients.log, np.full(len(part.ids), np.nan)) for part in self.parts]
+        names = {name: None for log, _ in logs for name in log}
+        return {name: self._whole([log.get(name, nothing) for log, nothing in logs]) for name in names}
+
+    def _whole(self, arrays):
+        return np.concatenate(arrays)[_order(self.parts)]
+
+
+class Group:
+    """The clients `ids` that have one `model`. A method's `client` is called with each."""
+
+    def __init__(self, model, ids, device, dtype, engine):
+        self.model, self.ids, self.device, self.dtype = model, ids, device, dtype
+        self.engine, self.flop_cache = Engine(engine, model, device), {}
+
+    def init(self):
+        """The model's initial parameters (extractor, head), the same for every client and every method."""
+        return trees.tree_map(
+            lambda t: t.to(self.device, self.dtype if t.is_floating_point() else None), self.model.init()
+        )
+
+    def each_client(self, tree):
+        """`tree` [...] copied for every client of the group: [N, ...]."""
+        return trees.repeat(tree, len(self.ids))
 
 
 class Federation:
-    """N clients with a share of `dataset` each, and one `model` that they train.
+    """N clients with a share of `dataset` each, and the `model` that they train.
 
+    model: one for all, or a list of G different ones, which the clients get in turn: client i has the (i mod G)-th. The
+    clients of one model are a group. What clients keep, and the models they hold, is then a tuple of trees [N, ...],
+    one for each group with clients among those asked for; with one model it is one tree.
     join_ratio: the share of clients that join a round, or (low, high) from which each round draws anew; rounded to
     whole clients (halves to even), and at least one joins. seed: of all of an experiment's random streams but the
     partition's. engine: auto, loop or threads. device: "cpu", "cuda", ...; by default a GPU where there is one.
@@ -64,14 +113,18 @@ class Federation:
     ):
         if not np.array_equal(partition.y, dataset.y):
             raise ValueError(f"partition={partition.name!r}: was made for other labels than those of {dataset.name!r}")
-        if not isinstance(model, Model):
-            raise ValueError(f"model={model!r}: must be a Model, as models.build and models.from_modules make")
-        if tuple(model.shape) != tuple(dataset.shape) or model.classes != dataset.num_classes:
-            raise ValueError(
-                f"model={model.name!r}: takes {model.shape} and {model.classes} classes, but {dataset.name!r} has "
-                f"{tuple(dataset.shape)} and {dataset.num_classes}"
-            )
-        self.dataset, self.partition, self.model = dataset, partition, model
+        models = tuple(model) if isinstance(model, list | tuple) else (model,)
+        for m in models:
+            if not isinstance(m, Model):
+                raise ValueError(f"model={m!r}: must be a Model, as models.build and models.from_modules make")
+            if tuple(m.shape) != tuple(dataset.shape) or m.classes != dataset.num_classes:
+                raise ValueError(
+                    f"model={m.name!r}: takes {m.shape} and {m.classes} classes, but {dataset.name!r} has "
+                    f"{tuple(dataset.shape)} and {dataset.num_classes}"
+                )
+        if not 1 <= len(models) <= partition.num_clients:
+            raise ValueError(f"model: {len(models)} models for {partition.num_clients} clients, must be 1 to as many")
+        self.dataset, self.partition = dataset, partition
         self.fingerprint = dataset.fingerprint  # of the data as they are now, for they are copied now
         self.training = Training() if training is None else training
         if not isinstance(self.training, Training):
@@ -80,10 +133,11 @@ class Federation:
         self.seed = integer("seed", seed, 0)
         self.device = _device(device)
         self.dtype = choice("dtype", dtype, (torch.float32, torch.float64))
-        self.engine = Engine(engine, model, self.device)
+        turns = np.arange(partition.num_clients) % len(models)
+        members = [np.flatnonzero(turns == g) for g in range(len(models))]
+        self.groups = [Group(m, ids, self.device, self.dtype, engine) for m, ids in zip(models, members, strict=True)]
         self.train, self.test = self._place(partition.train), self._place(partition.test)
         self.n = np.array([len(y) for _, y in self.train])
-        self._flop_cache = {}
 
     def _place(self, parts):
         """Each client's (x, y) on the device: views of one tensor in which a client's rows lie side by side."""
@@ -97,15 +151,20 @@ class Federation:
     def num_clients(self):
         return len(self.train)
 
-    def init(self):
-        """The initial model (extractor, head), the same for every client and every method."""
-        return trees.tree_map(
-            lambda t: t.to(self.device, self.dtype if t.is_floating_point() else None), self.model.init()
-        )
+    @property
+    def model(self):
+        """The model of all clients, or of the first group."""
+        return self.groups[0].model
 
-    def each_client(self, tree):
-        """`tree` [...] copied for every client: [N, ...]."""
-        return trees.repeat(tree, self.num_clients)
+    def init(self):
+        """The initial parameters (extractor, head) of the first group, as Group.init gives each group's."""
+        return self.groups[0].init()
+
+    def by_group(self, ids):
+        """Of the clients `ids`, group by group: (group number, positions in `ids`, positions in the group's ids)."""
+        ids = np.asarray(ids)
+        found = [(g, np.flatnonzero(ids % len(self.groups) == g)) for g in range(len(self.groups))]
+        return [(g, at, ids[at] // len(self.groups)) for g, at in found if len(at)]
 
     def sample(self, t):
         """The ids of round `t`, sorted, drawn without replacement."""
@@ -113,20 +172,37 @@ class Federation:
         low, high = (max(1, round(ratio * self.num_clients)) for ratio in self.join_ratio)
         return np.sort(draw.choice(self.num_clients, int(draw.integers(low, high + 1)), replace=False))
 
+    def whole(self, parts):
+        """The groups' trees as one: a tuple of them, or with one model for all the one tree there is."""
+        return tuple(parts) if len(self.groups) > 1 else parts[0]
+
+    def parts(self, whole):
+        """The groups' trees of a whole."""
+        return whole if len(self.groups) > 1 else (whole,)
+
     def clients(self, ids, round, rounds):
-        """The clients `ids` with their training data, for one call of a method."""
-        data = [self.train[i] for i in ids]
-        return Clients(self.model, data, ids, round, rounds, self.training, self.seed, self.engine, self._flop_cache)
+        """The clients `ids` of one group with their training data, for one call of a method."""
+        ((g, _, _),) = self.by_group(ids)
+        group, data = self.groups[g], [self.train[i] for i in ids]
+        return Clients(group.model, data, ids, round, rounds, self.training, self.seed, group.engine, group.flop_cache)
 
     def start(self, method):
         """The state before the first round. No two tensors of what clients keep share memory: `play` writes to it."""
-        server, kept = method.server(self), method.client(self)
+        if len(self.groups) > 1 and not getattr(method, "heterogeneous", False):
+            names = ", ".join(group.model.name for group in self.groups)
+            raise ValueError(f"model={names}: {type(method).__name__} needs one model for all clients")
+        server, kept = method.server(self), [method.client(group) for group in self.groups]
         _check(method, "server", server)
-        _check(method, "client", kept, self.num_clients)
-        return State(server, _unshared(kept))
+        for group, part in zip(self.groups, kept, strict=True):
+            _check(method, "client", part, len(group.ids))
+        return State(server, _unshared(self.whole(kept)))
 
     def play(self, method, state, rounds):
-        """One round of `method`: changes `state`, returns what happened."""
+        """One round of `method`: changes `state`, returns what happened.
+
+        All sampled clients meet the server at once, or `cohort` of them at a time, in the order of their ids, where the
+        method says so.
+        """
         t = state.round + 1
         ids = self.sample(t)
         if hasattr(method, "joins"):
@@ -134,31 +210,49 @@ class Federation:
             if ids.ndim != 1 or not len(ids) or not set(ids.tolist()) <= set(range(self.num_clients)):
                 raise ValueError(f"{type(method).__name__}.joins: is {ids!r}, must be client numbers, at least one")
             ids = np.unique(ids)
-        clients = self.clients(ids, t, rounds)
-        message = self._send(method, state, ids)
-        kept, upload, held = method.local(clients, trees.take(state.kept, ids), message)
-        _check(method, "local: what it keeps", kept, len(ids))
-        _check(method, "local: its upload", upload, len(ids))
-        _check(method, "local: its model", held, len(ids))
-        _check_same(method, "local: what it keeps", kept, state.kept, axes=1)
-        server = method.merge(state.server, ids, message, upload, clients.n)
+        size = getattr(method, "cohort", None) or len(ids)
+        parts = []
+        for start in range(0, len(ids), size):
+            parts += self._exchange(method, state, ids[start : start + size], t, rounds)
+        state.round = t
+        of_groups = [[p for p in parts if p.group == g] for g in sorted({p.group for p in parts})]
+        held = self.whole([trees.join([p.held for p in own], _order(own)) for own in of_groups])
+        return Round(ids, held, parts)
+
+    def _exchange(self, method, state, ids, t, rounds):
+        """Server to clients `ids`, their local work, and back: changes `state`, returns a Part per group."""
+        message, kept = self._send(method, state, ids), self.parts(state.kept)
+        parts, keeps, uploads = [], [], []
+        for g, at, rows in self.by_group(ids):
+            clients, own = self.clients(ids[at], t, rounds), split(message, at)
+            keep, upload, held = method.local(clients, trees.take(kept[g], rows), own)
+            _check(method, "local: what it keeps", keep, len(at))
+            _check(method, "local: its upload", upload, len(at))
+            _check(method, "local: its model", held, len(at))
+            _check_same(method, "local: what it keeps", keep, kept[g], axes=1)
+            parts.append(Part(ids[at], g, held, nbytes(own, len(at)), nbytes(upload, len(at)), clients))
+            keeps.append((kept[g], rows, keep))
+            uploads.append(arrived(upload))
+        upload = trees.join(uploads, _order(parts))
+        server = method.merge(state.server, ids, message, upload, self.n[ids])
         _check(method, "merge", server)
         _check_same(method, "merge", server, state.server, axes=0)
         if not all(bool(leaf.isfinite().all()) for leaf in trees.leaves(server)):
             raise FloatingPointError(f"round {t}: what {type(method).__name__}.merge made is not finite")
-        trees.put(state.kept, ids, kept)
-        state.server, state.round = server, t
-        down, up = (np.full(len(ids), trees.nbytes(tree)) for tree in (message, upload))
-        return Round(ids, held, down, up, clients)
+        for whole, rows, keep in keeps:
+            trees.put(whole, rows, keep)
+        state.server = server
+        return parts
 
     def deployed(self, method, state, rounds):
         """The models [N, ...] that all clients would use on receiving the next message, before training on it."""
-        everyone = np.arange(self.num_clients)
-        message = self._send(method, state, everyone)
-        clients = self.clients(everyone, state.round + 1, rounds)
-        held = method.deploy(clients, trees.take(state.kept, everyone), message)
-        _check(method, "deploy", held, self.num_clients)
-        return held
+        everyone, models = np.arange(self.num_clients), []
+        message, kept = self._send(method, state, everyone), self.parts(state.kept)
+        for g, at, rows in self.by_group(everyone):
+            clients = self.clients(everyone[at], state.round + 1, rounds)
+            models.append(method.deploy(clients, trees.take(kept[g], rows), split(message, at)))
+            _check(method, "deploy", models[-1], len(at))
+        return self.whole(models)
 
     def _send(self, method, state, ids):
         message = received(method.download(state.server, ids), len(ids))
@@ -167,21 +261,18 @@ class Federation:
 
     def score(self, held, ids):
         """Correct answers [C] and mean loss [C] of the models `held` [C, ...] on the test data of clients `ids`."""
-        correct, loss = evaluate(self.model, held, [self.test[i] for i in ids], self.engine)
+        correct, loss = np.zeros(len(ids), dtype=np.int64), np.zeros(len(ids))
+        for (g, at, _), models in zip(self.by_group(ids), self.parts(held), strict=True):
+            group, test = self.groups[g], [self.test[ids[j]] for j in at]
+            correct[at], loss[at] = evaluate(group.model, models, test, group.engine)
         if np.isnan(loss).any():
             raise FloatingPointError(f"client {ids[np.isnan(loss).argmax()]}: its model gives NaN on its test data")
         return correct, loss
 
 
-def received(message, clients):
-    """A message as `local` sees it: every leaf [clients, ...], shared ones a view of one copy of the server's value."""
-
-    def part(leaf):
-        if isinstance(leaf, Shared):
-            return trees.expand(trees.clone(leaf.tree), clients)
-        return leaf.clone() if torch.is_tensor(leaf) else leaf
-
-    return trees.tree_map(part, message)
+def _order(parts):
+    """Where each client, in the order of ids, stands in the parts' concatenation."""
+    return np.argsort(np.concatenate([part.ids for part in parts]))
 
 
 def _check(method, part, tree, clients=None):

@@ -13,18 +13,20 @@ from dataclasses import asdict, is_dataclass
 
 import torch
 
-from pflkit import checks, data, federation, models, partition, streams, training, trees
+from pflkit import checks, data, federation, messages, models, partition, streams, training, trees
 from pflkit.methods import METHODS
 
-PACKAGE = (trees, checks, streams, data, partition, models, training, federation)
+PACKAGE = (trees, checks, streams, data, partition, models, messages, training, federation)
 PLAIN = bool | int | float | str | tuple | None
 
 
 def describe(method, fed, rounds, eval_every=1):
     """All that the result of `method` on `fed` depends on, as plain values; code and weights enter as hashes."""
     names = {cls: name for name, cls in METHODS.items()}
-    parts = (fed.model.extractor.module, fed.model.head.module)
-    weights = hashlib.sha256(b"".join(t.numpy().tobytes() for t in trees.leaves(fed.model.init())))
+    nets = [group.model for group in fed.groups]
+    parts = [part.module for net in nets for part in (net.extractor, net.head)]
+    starts = [trees.leaves(net.init()) for net in nets]
+    weights = hashlib.sha256(b"".join(t.numpy().tobytes() for start in starts for t in start))
     settings = asdict(method) if is_dataclass(method) else {k: repr(v) for k, v in vars(method).items()}
     config = {
         "method": names.get(type(method), type(method).__name__),
@@ -33,7 +35,10 @@ def describe(method, fed, rounds, eval_every=1):
         "partition": {"name": fed.partition.name, **fed.partition.settings, "fingerprint": fed.partition.fingerprint},
         "clients": fed.num_clients,
         "model": {
-            "name": fed.model.name,
+            "name": "+".join(net.name for net in nets),
+            "classes": fed.dataset.num_classes,
+            "features": [net.features for net in nets],
+            "parameters": [sum(t.numel() for t in start) for start in starts],
             "modules": [str(module) for module in parts],
             "attributes": [[name, *_attributes(m)] for module in parts for name, m in module.named_modules()],
             "weights": weights.hexdigest()[:16],
@@ -43,11 +48,11 @@ def describe(method, fed, rounds, eval_every=1):
         "rounds": rounds,
         "eval_every": eval_every,
         "seed": fed.seed,
-        "engine": fed.engine.name,
+        "engine": "+".join(sorted({group.engine.name for group in fed.groups})),
         "device": fed.device.type,
         "dtype": str(fed.dtype),
         "versions": ["{}.{}".format(*sys.version_info), torch.__version__],
-        "code": _code(method, fed.model),
+        "code": _code(method, parts),
     }
     return json.loads(json.dumps(config, default=_item))  # as it will be read from disk
 
@@ -67,7 +72,7 @@ def _item(value):
     return value.item() if hasattr(value, "item") else repr(value)
 
 
-def _code(method, model):
+def _code(method, parts):
     """A hash of the code of what computes: the package, the method's file and those it uses, and a user's own."""
     modules, todo = set(), [type(method).__module__]
     while todo:
@@ -77,7 +82,7 @@ def _code(method, model):
         modules.add(name)
         todo += {getattr(v, "__module__", None) or "" for v in vars(sys.modules[name]).values()}
     files = [*PACKAGE, sys.modules["pflkit.experiment"], *(sys.modules[name] for name in sorted(modules))]
-    own = [type(method), *(type(m) for p in (model.extractor, model.head) for m in p.module.modules())]
+    own = [type(method), *(type(m) for part in parts for m in part.modules())]
     sources = [inspect.getsource(module) for module in files] + _compiled(own)
     return hashlib.sha256("\0".join(sources).encode()).hexdigest()[:16]
 

@@ -8,6 +8,7 @@ dict, so that many clients can use one model at once; any other torch module wor
 """
 
 import copy
+import functools
 import threading
 from collections import OrderedDict
 
@@ -165,7 +166,33 @@ def mlp(shape, classes):
     ]
 
 
+def cnn_mixed(filters, width, shape, classes):
+    """CNN-1 to CNN-5 of the FedGH code: two 5x5 convolutions, two linear layers, all with 500 representations."""
+    channels, height, rest = _image("cnn-1 to cnn-5", shape, 16)
+    after = [((side - 4) // 2 - 4) // 2 for side in (height, rest)]
+    return [
+        *[("conv1", nn.Conv2d(channels, 16, 5)), ("pool1", nn.MaxPool2d(2)), ("relu1", nn.ReLU())],
+        *[("conv2", nn.Conv2d(16, filters, 5)), ("pool2", nn.MaxPool2d(2)), ("flat", nn.Flatten())],
+        *[("relu2", nn.ReLU()), ("fc1", nn.Linear(filters * after[0] * after[1], width)), ("relu3", nn.ReLU())],
+        *[("fc2", nn.Linear(width, 500)), ("relu4", nn.ReLU()), ("fc3", nn.Linear(500, classes))],
+    ]
+
+
+def mlp_mixed(width, shape, classes):
+    """MLP-1 to MLP-5 (ours): two hidden layers, the first of `width` units, all with 64 representations, as the mlp."""
+    return [
+        *[("flat", nn.Flatten()), ("fc1", nn.Linear(torch.Size(shape).numel(), width)), ("relu1", nn.ReLU())],
+        *[("fc2", nn.Linear(width, 64)), ("relu2", nn.ReLU()), ("fc3", nn.Linear(64, classes))],
+    ]
+
+
 MODELS = {"cnn": cnn, "cnn-small": cnn_small, "mlp": mlp}
+SIZES = {
+    "cnn": [(32, 2000), (16, 2000), (32, 1000), (32, 800), (32, 500)],
+    "mlp": [(256,), (128,), (64,), (32,), (16,)],
+}
+for kind, maker in (("cnn", cnn_mixed), ("mlp", mlp_mixed)):
+    MODELS |= {f"{kind}-{i}": functools.partial(maker, *sizes) for i, sizes in enumerate(SIZES[kind], 1)}
 
 
 def build(name, shape, classes, *, head_layers=1, seed=0):

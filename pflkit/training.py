@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pflkit import trees
 from pflkit.checks import boolean, choice, integer, real
+from pflkit.messages import Rows
 from pflkit.models import Trained
 from pflkit.streams import rng, torch_seed
 
@@ -79,8 +80,9 @@ class Engine:
 class Clients:
     """The sampled clients as a method's `local` sees them: their own data, and nothing of the server or of others.
 
-    ids [C] client numbers; n [C] numbers of training samples; round, rounds (counted from 1); model. `sgd` and
-    `through` are what methods are made of. `log` collects mean losses [C] by phase.
+    ids [C] client numbers; n [C] numbers of training samples, class_counts [C, K]; round, rounds (counted from 1);
+    model. `sgd`, `through`, `class_mean` and `part` are what methods are made of. `log` collects mean losses [C] by
+    phase.
     """
 
     def __init__(self, model, data, ids, round, rounds, training, seed, engine, flop_cache):
@@ -89,18 +91,25 @@ class Clients:
         self.n = np.array([len(y) for _, y in data])
         self.log, self._work = {}, []
 
-    def sgd(self, loss, params, *fixed, phase="train", project=None, **rule):
+    def sgd(self, loss, params, *fixed, phase="train", project=None, epochs=None, until=None, **rule):
         """Each client's SGD on its own data, from `params` [C, ...]; returns the trained tree, with memory of its own.
 
         loss(model, params, batch, *fixed) is of ONE client: trees without the client axis and batch = (x [B, ...],
         y [B]); it returns a scalar, or (scalar, {name: scalar}) whose values are recorded too. `fixed` are trees
-        [C, ...] that stand still. `rule` overrides fields of Training: lr, epochs, momentum, ... `project`, a function
-        of one tensor, is applied to every trained tensor after each step. `phase` names the random stream of the
-        batches. Raises FloatingPointError, naming round, client and phase, where a loss or parameter is not finite.
+        [C, ...] that stand still, and numbers. `epochs`: one number, or a list of one a client. `until`, a function of a
+        client's mean losses of the epochs so far, ends its training where it is true. `rule` overrides other fields of
+        Training: lr, momentum, ... `project`, a function of one tensor, is applied to every trained tensor after each
+        step. `phase` names the random stream of the batches. Raises FloatingPointError, naming round, client and phase,
+        where a loss or parameter is not finite.
         """
         rule = replace(self.training, **rule)
+        epochs = epochs if isinstance(epochs, list) else [rule.epochs if epochs is None else epochs] * len(self.n)
+        if len(epochs) != len(self.n):
+            raise ValueError(f"epochs={epochs}: must be one number, or a list of one for each of {len(self.n)} clients")
+        for number in set(epochs):
+            integer("epochs", number, 0)
         trained = [leaf.is_floating_point() and not self._is_buffer(name) for name, leaf in trees.named_leaves(params)]
-        if not any(trained) or rule.epochs == 0:
+        if not any(trained) or not any(epochs):
             return trees.clone(params)
         out = trees.tree_map(lambda t: torch.empty(t.shape, dtype=t.dtype, device=t.device), params)
         seen, samples = [None] * len(self.data), np.zeros(len(self.data))
@@ -108,10 +117,10 @@ class Clients:
 
         def client(i):
             own = _own(trees.row(params, i), self.model.plain)
-            batches = self._batches(i, phase, rule, skip_singles)
-            still = [trees.row(f, i) for f in fixed]
+            passes = (self._epoch(i, phase, epoch, rule, skip_singles) for epoch in range(epochs[i]))
             with self._dropout(i, phase):
-                seen[i], samples[i] = _descend(self.model, loss, own, still, trained, batches, rule, project)
+                still = _still(fixed, i)
+                seen[i], samples[i] = _descend(self.model, loss, own, still, trained, passes, rule, project, until)
             for whole, part in zip(trees.leaves(out), trees.leaves(own), strict=True):
                 whole[i] = part.detach()
 
@@ -121,25 +130,57 @@ class Clients:
         self._record(phase, seen, out)
         return out
 
+    @property
+    def class_counts(self):
+        """Training samples of each class: int64 [C, K]."""
+        return torch.stack([y.bincount(minlength=self.model.classes) for _, y in self.data])
+
+    def part(self, share, name):
+        """The same clients with a random `share` of their samples, at least one, drawn anew each round."""
+        some = copy.copy(self)  # shallow: the log, and the work counted, stay common to both
+        some.data = []
+        for (x, y), i in zip(self.data, self.ids, strict=True):
+            order = rng(self.seed, "part", self.round, int(i), name).permutation(len(y))
+            rows = torch.from_numpy(np.sort(order[: max(1, round(share * len(y)))])).to(y.device)
+            some.data.append((x[rows], y[rows]))
+        some.n = np.array([len(y) for _, y in some.data])
+        return some
+
     def through(self, extractor):
         """The same clients with features [n, r] for inputs, computed once by the frozen `extractor` [C, ...]."""
-        features = [None] * len(self.data)
-
-        def client(i):
-            r = _own(trees.row(extractor, i), self.model.plain)
-            features[i] = _forward(lambda x: self.model.extract(r, x), self.data[i][0])
-
-        def two_samples():
-            with torch.no_grad():
-                self.model.extract(trees.row(extractor, 0), self.data[0][0][[0, -1]])
-
-        self.engine.each(client, self.n)
-        self._count("through", two_samples, self.n)
-        behind = copy.copy(self)  # shallow: the log, and the work counted, stay common to both
+        features = self._forward("through", _extract, extractor)
+        behind = copy.copy(self)
         behind.data = [(z, y) for z, (_, y) in zip(features, self.data, strict=True)]
         if features[0].ndim == 2:
             behind.engine = Engine("loop")  # a step on vectors is too short to share out: threads double its time
         return behind
+
+    def class_mean(self, f, params):
+        """The mean of f(model, params, x) [B, ...] over each class's local samples: Rows [C, K, ...], owned ones there.
+
+        `f` is of ONE client and sees its model in evaluation mode. A mean is over samples, however they are batched.
+        """
+        counts, means = self.class_counts, []
+        for values, (_, y), n in zip(self._forward(f, f, params), self.data, counts, strict=True):
+            sums = values.new_zeros(len(n), *values.shape[1:], dtype=torch.float64).index_add_(0, y, values.double())
+            means.append((sums / n.clamp(min=1).view(-1, *[1] * (sums.ndim - 1))).to(values.dtype))
+        return Rows(torch.stack(means), counts > 0)
+
+    def _forward(self, work, f, params):
+        """f(model, params, x) of each client's samples, without gradients: a tensor [n, ...] a client."""
+        values = [None] * len(self.data)
+
+        def client(i):
+            own = _own(trees.row(params, i), self.model.plain)
+            values[i] = _forward(lambda x: f(self.model, own, x), self.data[i][0])
+
+        def two_samples():
+            with torch.no_grad():
+                f(self.model, trees.row(params, 0), self.data[0][0][[0, -1]])
+
+        self.engine.each(client, self.n)
+        self._count(work, two_samples, self.n)
+        return values
 
     def flops(self):
         """The FLOPs [C] of all that was trained so far: each kind of step is measured once, on two samples."""
@@ -153,22 +194,21 @@ class Clients:
     def _is_buffer(self, name):
         return name.rsplit("/")[-1] in self.model.buffers
 
-    def _batches(self, i, phase, rule, skip_singles):
-        """Client i's batches (x, y): each epoch's full ones, then its short last one."""
+    def _epoch(self, i, phase, epoch, rule, skip_singles):
+        """Client i's batches (x, y) of one epoch: the full ones, then the short last one."""
         x, y = self.data[i]
-        for epoch in range(rule.epochs):
-            order = rng(self.seed, "batches", self.round, int(self.ids[i]), phase, epoch).permutation(len(y))
-            order = torch.from_numpy(order).to(y.device)
-            # Shuffled once an epoch, so that batches are views: gathering each of them costs a tenth of its step.
-            for batch in zip(x[order].split(rule.batch_size), y[order].split(rule.batch_size), strict=True):
-                size = len(batch[1])
-                if rule.drop_last and size < rule.batch_size:
-                    continue
-                if skip_singles and size == 1:  # one sample has no variance for batch-norm to divide by
-                    skipped = self.log.setdefault("skipped", np.zeros(len(self.data)))
-                    skipped[i] += 1
-                    continue
-                yield batch
+        order = rng(self.seed, "batches", self.round, int(self.ids[i]), phase, epoch).permutation(len(y))
+        order = torch.from_numpy(order).to(y.device)
+        # Shuffled once an epoch, so that batches are views: gathering each of them costs a tenth of its step.
+        for batch in zip(x[order].split(rule.batch_size), y[order].split(rule.batch_size), strict=True):
+            size = len(batch[1])
+            if rule.drop_last and size < rule.batch_size:
+                continue
+            if skip_singles and size == 1:  # one sample has no variance for batch-norm to divide by
+                skipped = self.log.setdefault("skipped", np.zeros(len(self.data)))
+                skipped[i] += 1
+                continue
+            yield batch
 
     @contextlib.contextmanager
     def _dropout(self, i, phase):
@@ -199,6 +239,10 @@ class Clients:
             )
 
 
+def _extract(model, extractor, x):
+    return model.extract(extractor, x)
+
+
 def evaluate(model, params, data, engine):
     """Correct answers [C] and mean cross-entropy [C] of each client's model `params` [C, ...] on its own `data`."""
     correct, loss = np.zeros(len(data), dtype=np.int64), np.zeros(len(data))
@@ -214,34 +258,50 @@ def evaluate(model, params, data, engine):
 
 
 @torch.enable_grad()
-def _descend(model, loss, own, fixed, trained, batches, rule, project):
+def _descend(model, loss, own, fixed, trained, epochs, rule, project, until):
     """One client's SGD steps on `own`, in place. Mean values by name ({} without a step), number of samples seen."""
     own = _trained(own)
     moving = [leaf.requires_grad_() for leaf, moves in zip(trees.leaves(own), trained, strict=True) if moves]
-    velocity, seen, sizes = None, {}, []
-    for batch in batches:
-        value = loss(model, own, batch, *fixed)
-        value, extras = value if isinstance(value, tuple) else (value, {})
-        grads = torch.autograd.grad(value, moving, allow_unused=True)
-        grads = [torch.zeros_like(p) if g is None else g for p, g in zip(moving, grads, strict=True)]
-        with torch.no_grad():
-            if rule.clip is not None:
-                norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
-                grads = [g * (rule.clip / norm.clamp(min=rule.clip)) for g in grads]
-            if rule.weight_decay:
-                grads = [g.add(p, alpha=rule.weight_decay) for g, p in zip(grads, moving, strict=True)]
-            if rule.momentum:
-                old = velocity or [torch.zeros_like(g) for g in grads]
-                velocity = grads = [v.mul_(rule.momentum).add_(g) for v, g in zip(old, grads, strict=True)]
-            torch._foreach_add_(moving, grads, alpha=-rule.lr)  # all in one call, which threads wait for less
-            if project is not None:
-                for p in moving:
-                    p.copy_(project(p))
-        sizes.append(len(batch[1]))
-        for name, amount in {"loss": value, **extras}.items():
-            seen.setdefault(name, []).append(torch.as_tensor(amount).detach())
-    weights = np.array(sizes) / max(sum(sizes), 1)
-    return {name: float(weights @ torch.stack(values).cpu().numpy()) for name, values in seen.items()}, sum(sizes)
+    velocity, seen, sizes, done, means = None, {}, [], 0, []
+    for epoch in epochs:
+        for batch in epoch:
+            value = loss(model, own, batch, *fixed)
+            value, extras = value if isinstance(value, tuple) else (value, {})
+            grads = torch.autograd.grad(value, moving, allow_unused=True)
+            grads = [torch.zeros_like(p) if g is None else g for p, g in zip(moving, grads, strict=True)]
+            velocity = _step(moving, grads, velocity, rule, project)
+            sizes.append(len(batch[1]))
+            for name, amount in {"loss": value, **extras}.items():
+                seen.setdefault(name, []).append(torch.as_tensor(amount).detach())
+        if until is not None and len(sizes) > done:
+            means.append(_mean(seen["loss"][done:], sizes[done:]))
+            done = len(sizes)
+            if until(means):
+                break
+    return {name: _mean(values, sizes) for name, values in seen.items()}, sum(sizes)
+
+
+@torch.no_grad()
+def _step(moving, grads, velocity, rule, project):
+    """One SGD step of the tensors `moving`, in place; returns the momentum's velocity."""
+    if rule.clip is not None:
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
+        grads = [g * (rule.clip / norm.clamp(min=rule.clip)) for g in grads]
+    if rule.weight_decay:
+        grads = [g.add(p, alpha=rule.weight_decay) for g, p in zip(grads, moving, strict=True)]
+    if rule.momentum:
+        old = velocity or [torch.zeros_like(g) for g in grads]
+        velocity = grads = [v.mul_(rule.momentum).add_(g) for v, g in zip(old, grads, strict=True)]
+    torch._foreach_add_(moving, grads, alpha=-rule.lr)  # all in one call, which threads wait for less
+    if project is not None:
+        for p in moving:
+            p.copy_(project(p))
+    return velocity
+
+
+def _mean(values, sizes):
+    """The mean over samples of the batches' mean `values`."""
+    return float(np.array(sizes) / sum(sizes) @ torch.stack(values).cpu().numpy())
 
 
 @torch.enable_grad()
@@ -251,8 +311,13 @@ def _first_step(model, loss, params, fixed, data, trained):
     own = _trained(trees.clone(trees.row(params, 0)))
     moving = [leaf.requires_grad_() for leaf, moves in zip(trees.leaves(own), trained, strict=True) if moves]
     rows = [0, -1]
-    value = loss(model, own, (x[rows], y[rows]), *(trees.row(f, 0) for f in fixed))
+    value = loss(model, own, (x[rows], y[rows]), *_still(fixed, 0))
     torch.autograd.grad(value[0] if isinstance(value, tuple) else value, moving, allow_unused=True)
+
+
+def _still(fixed, i):
+    """Client i's part of what stands still; a number is everybody's."""
+    return [f if isinstance(f, int | float) else trees.row(f, i) for f in fixed]
 
 
 @torch.no_grad()  # here, in the client's own thread: the caller's grad mode does not reach it

@@ -19,7 +19,8 @@ def tree_map(f, *trees):
             raise ValueError(f"trees of different structure: {' and '.join(str(list(tree)) for tree in trees)}")
         return type(first)({name: tree_map(f, *(tree[name] for tree in trees)) for name in first})
     if isinstance(first, tuple):
-        return tuple(tree_map(f, *parts) for parts in zip(*trees, strict=True))
+        parts = [tree_map(f, *parts) for parts in zip(*trees, strict=True)]
+        return first._make(parts) if hasattr(first, "_make") else tuple(parts)  # a NamedTuple stays one
     return f(*trees)
 
 
@@ -53,6 +54,11 @@ def put(tree, ids, rows):
 def row(tree, i):
     """Client i's part of every leaf [C, ...], a view without the client axis."""
     return tree_map(lambda t: t[i], tree)
+
+
+def join(trees, order):
+    """Several trees [C1, ...], [C2, ...], ... as one [C, ...]: client j is the order[j]-th of all of them."""
+    return trees[0] if len(trees) == 1 else tree_map(lambda *parts: torch.cat(parts)[order], *trees)
 
 
 def expand(tree, clients):
@@ -105,11 +111,6 @@ def average(tree, weights):
         return (total if t.is_floating_point() else total.round()).to(t.dtype)
 
     return tree_map(mean, tree)
-
-
-def nbytes(tree):
-    """Bytes of each client's part of `tree` (leaves [C, ...]); an empty tree has 0."""
-    return sum(t[0].numel() * t.element_size() for t in leaves(tree))
 
 
 def unequal(a, b):

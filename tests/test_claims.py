@@ -57,7 +57,7 @@ def history(method, curve, seed=0, dataset="digits", model="mlp", samples=1797, 
     }
     for key, value in changes.items():
         config[key] = config[key] | value if isinstance(value, dict) else value
-    return History(config, product, pd.DataFrame(rows), clients, pd.DataFrame(), state=None)
+    return History(config, product, pd.DataFrame(rows), clients, pd.DataFrame(), labels=None, state=None)
 
 
 def runs(seeds=3, **last):

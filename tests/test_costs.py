@@ -21,7 +21,7 @@ def history(before, after, joined=2, product="after"):
             for i, a in ((0, a0 - 0.05), (1, a0 + 0.05))
         ]
     )
-    return History({}, product, rounds, clients, pd.DataFrame(), None)
+    return History({}, product, rounds, clients, pd.DataFrame(), None, None)
 
 
 RISING = history(before=[0.1, 0.2, 0.3, 0.3], after=[0.5, 0.7, 0.6])

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from pflkit import data, models, partition, trees
-from pflkit.federation import Federation, Shared, received
+from pflkit.federation import Federation
+from pflkit.messages import Shared, received
 from pflkit.training import Training
 
 DIGITS = data.load("digits")
@@ -29,8 +30,8 @@ class Echo:
     def server(self, fed):
         return {"a": torch.full((2,), self.server_value)}
 
-    def client(self, fed):
-        return {"own": torch.arange(fed.num_clients * 2.0).reshape(-1, 2)}
+    def client(self, group):
+        return {"own": torch.arange(len(group.ids) * 2.0).reshape(-1, 2)}
 
     def download(self, server, ids):
         return Shared(server)
@@ -168,7 +169,7 @@ def test_init_is_a_fresh_copy_and_each_client_has_one():
     for leaf in trees.leaves(wiped):
         leaf.zero_()
     assert trees.unequal(fed.init(), wiped) > 0
-    rows = fed.each_client({"w": torch.zeros(2)})["w"]
+    rows = fed.groups[0].each_client({"w": torch.zeros(2)})["w"]
     rows[1] += 1
     assert rows.tolist() == [[0, 0], [1, 1], [0, 0]]
 
@@ -273,9 +274,9 @@ def test_what_clients_keep_shares_no_memory():
     """One tree given twice, or one value seen by all: still everybody's own."""
 
     class Twice(Echo):
-        def client(self, fed):
-            one = torch.zeros(fed.num_clients, 2)
-            return {"now": one, "then": one, "seen": torch.zeros(2).expand(fed.num_clients, 2)}
+        def client(self, group):
+            one = torch.zeros(len(group.ids), 2)
+            return {"now": one, "then": one, "seen": torch.zeros(2).expand(len(group.ids), 2)}
 
         def local(self, clients, kept, message):
             return {"now": kept["now"] + 1, "then": kept["now"], "seen": kept["seen"] + 3}, message, message
@@ -295,7 +296,7 @@ def test_what_clients_keep_shares_no_memory():
 # A method's fault, and how the message begins.
 FAULTS = {
     "server": (lambda self, fed: {"a": 1.0}, "Faulty.server, 'a', is float, must be a tensor"),
-    "client": (lambda self, fed: {"own": torch.zeros(2)}, "Faulty.client, 'own', is [2], must be [5, ...]"),
+    "client": (lambda self, group: {"own": torch.zeros(2)}, "Faulty.client, 'own', is [2], must be [5, ...]"),
     "download": (lambda self, server, ids: server, "Faulty.download, 'a', is [2], must be [3, ...]"),
     "deploy": (lambda self, clients, kept, message: {"a": message["a"][0]}, "Faulty.deploy, 'a', is [2], must be [5"),
     "merge": (lambda self, server, ids, message, upload, n: {"a": upload["own"]}, "Faulty.merge, 'a', is [3, 2] of"),

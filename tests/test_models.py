@@ -21,6 +21,9 @@ from pflkit.models import MODELS, Part, Trained, build, from_modules
 
 IMAGES = {"cnn": (3, 20, 17), "cnn-small": (1, 9, 8), "mlp": (2, 5)}
 LAYERS = {"cnn": 4, "cnn-small": 4, "mlp": 2}  # layers with parameters
+for i in range(1, 6):
+    IMAGES |= {f"cnn-{i}": (3, 20, 17), f"mlp-{i}": (2, 5)}
+    LAYERS |= {f"cnn-{i}": 5, f"mlp-{i}": 3}
 pytestmark = pytest.mark.usefixtures("one_thread")
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 
@@ -51,6 +54,29 @@ def test_small_models_have_the_sizes_of_their_layers():
     convolutions = 1 * 16 * 9 + 16 + 16 * 32 * 9 + 32
     assert count(build("cnn-small", (1, 8, 8), 10).init()) == convolutions + (32 * 2 * 2 + 1) * 64 + 65 * 10
     assert count(build("mlp", (1, 8, 8), 10).init()) == 65 * 64 + 65 * 10
+
+
+@pytest.mark.parametrize(  # FedGH's CNN-1 to CNN-5: its released code, Models/CNNs.py
+    ("name", "ten", "hundred"),
+    [
+        ("cnn-1", 2_621_558, 2_666_648),
+        ("cnn-2", 1_815_142, 1_860_232),
+        ("cnn-3", 1_320_558, 1_365_648),
+        ("cnn-4", 1_060_358, 1_105_448),
+        ("cnn-5", 670_058, 715_148),
+    ],
+)
+def test_the_mixed_cnns_have_the_papers_sizes(name, ten, hundred):
+    for classes, total in ((10, ten), (100, hundred)):
+        model = build(name, (3, 32, 32), classes)
+        assert count(model.init()) == total
+        assert count(model.init()[1]) == 501 * classes and model.features == 500
+
+
+def test_the_mixed_mlps_have_one_representation_and_different_sizes():
+    sizes = [count(build(f"mlp-{i}", (1, 8, 8), 10).init()) for i in range(1, 6)]
+    assert sizes == [65 * w + (w + 1) * 64 + 65 * 10 for w in (256, 128, 64, 32, 16)]
+    assert {build(f"mlp-{i}", (1, 8, 8), 10).features for i in range(1, 6)} == {64}
 
 
 def relu_first(name, shape, classes):

@@ -506,7 +506,7 @@ def test_an_error_in_a_users_forward_surfaces_as_itself(engine):
     "bad",
     [
         *[{"lr": -0.1}, {"lr": math.nan}, {"lr": math.inf}, {"lr": "0.1"}, {"lr": True}],
-        *[{"batch_size": 0}, {"batch_size": 2.0}, {"epochs": -1}, {"epochs": 1.5}, {"epochs": None}],
+        *[{"batch_size": 0}, {"batch_size": 2.0}, {"epochs": -1}, {"epochs": 1.5}, {"epochs": [1, -1]}],
         *[{"momentum": -0.1}, {"momentum": 1.1}, {"weight_decay": -1e-9}, {"weight_decay": math.nan}],
         *[{"clip": 0}, {"clip": -1}, {"clip": math.inf}, {"drop_last": "false"}, {"drop_last": 0}],
     ],

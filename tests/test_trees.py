@@ -133,12 +133,6 @@ def test_lerp_by_hand():
     assert trees.lerp(start, end, {"w": torch.tensor([0.0, 0.5, 1.0])})["w"].tolist() == [0.0, 3.0, 0.0]
 
 
-def test_nbytes_counts_one_client():
-    # float32 2x2, float32 2, int64, float32; shared or not, every client receives its own
-    assert trees.nbytes(tree()) == trees.nbytes(trees.expand(trees.row(tree(), 0), 50)) == 16 + 8 + 8 + 4
-    assert trees.nbytes({"x": torch.zeros(2, 3, dtype=torch.float64)}) == 24 and trees.nbytes(()) == 0
-
-
 def test_unequal():
     a, b = tree(), tree()
     assert trees.unequal(a, b) == 0 and trees.unequal((), ()) == 0

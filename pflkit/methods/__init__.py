@@ -7,9 +7,13 @@ import typing
 
 from pflkit.checks import choice
 from pflkit.methods.fedah import FedAH
+from pflkit.methods.fedala import FedALA
+from pflkit.methods.fedapa import FedAPA
 from pflkit.methods.fedavg import FedAvg
 from pflkit.methods.fedavg_ft import FedAvgFT
+from pflkit.methods.fedgh import FedGH
 from pflkit.methods.fedper import FedPer
+from pflkit.methods.fedprox import FedProx
 from pflkit.methods.fedrep import FedRep
 from pflkit.methods.local import Local
 
@@ -17,9 +21,13 @@ METHODS = {
     "local": Local,
     "fedavg": FedAvg,
     "fedavg_ft": FedAvgFT,
+    "fedprox": FedProx,
+    "fedala": FedALA,
     "fedper": FedPer,
     "fedrep": FedRep,
     "fedah": FedAH,
+    "fedgh": FedGH,
+    "fedapa": FedAPA,
 }
 
 

@@ -41,7 +41,7 @@ import torch
 from torch.nn.functional import cross_entropy, linear
 
 from pflkit.checks import integer, real
-from pflkit.federation import Shared
+from pflkit.messages import Shared
 from pflkit.methods.fedrep import extractor_loss, head_loss
 from pflkit.trees import average, full_like, lerp, tree_map
 
@@ -108,8 +108,8 @@ class FedAH:
     def server(self, fed):
         return fed.init()
 
-    def client(self, fed):
-        head = fed.each_client(fed.init()[1])
+    def client(self, group):
+        head = group.each_client(group.init()[1])
         return {"head": head, "W": full_like(head, self.weight_init)}
 
     def download(self, server, ids):

@@ -24,7 +24,7 @@ from typing import ClassVar
 
 from torch.nn.functional import cross_entropy
 
-from pflkit.federation import Shared
+from pflkit.messages import Shared
 from pflkit.trees import average
 
 
@@ -43,7 +43,7 @@ class FedAvg:
     def server(self, fed):
         return fed.init()
 
-    def client(self, fed):
+    def client(self, group):
         return ()
 
     def download(self, server, ids):

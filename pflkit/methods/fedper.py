@@ -22,7 +22,7 @@ Where released code differs, and what we do:
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pflkit.federation import Shared
+from pflkit.messages import Shared
 from pflkit.methods.fedavg import model_loss
 from pflkit.trees import average
 
@@ -35,8 +35,8 @@ class FedPer:
     def server(self, fed):
         return fed.init()[0]
 
-    def client(self, fed):
-        return fed.each_client(fed.init()[1])
+    def client(self, group):
+        return group.each_client(group.init()[1])
 
     def download(self, server, ids):
         return Shared(server)

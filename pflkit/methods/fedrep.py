@@ -33,7 +33,7 @@ from typing import ClassVar
 from torch.nn.functional import cross_entropy
 
 from pflkit.checks import integer
-from pflkit.federation import Shared
+from pflkit.messages import Shared
 from pflkit.trees import average
 
 
@@ -62,8 +62,8 @@ class FedRep:
     def server(self, fed):
         return fed.init()[0]
 
-    def client(self, fed):
-        return fed.each_client(fed.init()[1])
+    def client(self, group):
+        return group.each_client(group.init()[1])
 
     def download(self, server, ids):
         return Shared(server)

@@ -24,12 +24,13 @@ from pflkit.methods.fedavg import model_loss
 class Local:
     paper: ClassVar[str] = "Local training alone (baseline, no paper)"
     product: ClassVar[str] = "after"
+    heterogeneous: ClassVar[bool] = True
 
     def server(self, fed):
         return ()
 
-    def client(self, fed):
-        return fed.each_client(fed.init())
+    def client(self, group):
+        return group.each_client(group.init())
 
     def joins(self, round, sampled, everyone):
         return everyone

@@ -14,7 +14,7 @@ FILE = '''
 
 from dataclasses import dataclass
 
-from pflkit.federation import Shared
+from pflkit.messages import Shared
 from pflkit.methods.fedavg import model_loss
 from pflkit.trees import average
 
@@ -26,8 +26,8 @@ class LG:
     def server(self, fed):
         return fed.init()[1]
 
-    def client(self, fed):
-        return fed.each_client(fed.init()[0])
+    def client(self, group):
+        return group.each_client(group.init()[0])
 
     def download(self, server, ids):
         return Shared(server)

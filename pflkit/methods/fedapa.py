@@ -1,0 +1,154 @@
+"""FedAPA: the server mixes for every client its own extractor, by weights that it learns by gradient.
+
+Source: Sun, Sun, Pan, Fu, Guo: FedAPA: Server-side Gradient-Based Adaptive Personalized Aggregation for Federated
+Learning on Heterogeneous Data. IJCAI 2025, doi 10.24963/ijcai.2025/692, arXiv 2502.07456, Algorithm 1.
+
+The server keeps all clients' extractors θ_j and for each client i a row of weights A_i, at first a_ii = 1 and the rest
+0. Client i keeps its head φ_i. Round t, for the sampled clients S_t:
+    1.  the server mixes and sends            θ̄_i = Σ_j a_ij θ_j                                    (Eq. 5)
+    2.  client i trains both parts jointly    (θ_i, φ_i) <- SGD on f_i from (θ̄_i, φ_i), E epochs
+    3.  keeps φ_i, and uploads                θ_i
+    4.  the server lowers the proxy loss      P(A_i) = ½ ‖θ̄_i(A_i) − θ_i‖²
+        by its gradient in A_i                a_ij <- a_ij − η <θ_j, θ̄_i − θ_i>                     (Eq. 6, 7)
+    5.  moves each a_ij into [0, 1], sets     a_ii <- ½
+    6.  normalizes the row, and stores θ_i    A_i <- A_i / Σ_j a_ij
+In steps 1 and 4 all clients see the extractors θ_j as they were when the round began.
+
+Travels:   the extractor, down and up. A never leaves the server.
+Keeps:     the client's head φ_i. The server keeps N extractors and N² weights.
+Evaluated: (θ̄_i, φ_i) `before` local training; (θ_i, φ_i) `after` it.
+
+Where released code differs, and what we do:
+  - Eq. 6 and 7 as printed climb the proxy loss: Δθ is defined with the other sign. The paper's prose, and its code,
+    descend, and so do we; `sign="paper"` gives what is printed.
+  - "Normalize A_i" is not defined. The code divides by the row's sum, and so do we; `normalize="others"` scales the
+    other entries to a sum of 1 − `self_weight` instead.
+  - Yuxia-Sun/FedAPA a903858 (2025-05-16) sets a_ii = 1, the paper ½: `self_weight=1.0` gives the code's.
+  - It goes client by client, so that the later ones mix what the earlier ones have just uploaded. The paper says in
+    parallel, and so do we; `sequential=True` goes client by client, in the order of their ids.
+  - It steps the whole of A with momentum 0.9 once per client, so that rows of clients that did not join move too, and
+    one gradient counts eight to ten times. Here a row moves in its own client's rounds only, without momentum.
+  - It takes inner products over batch-norm's statistics and counters, which saturates the weights. Here over trained
+    parameters only; buffers are mixed by A like the rest.
+  - Its clients' momentum outlives the round; here each round's SGD starts anew.
+  - It scores every client's last local model, our `after` for those that joined.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from pflkit.checks import boolean, choice, real
+from pflkit.methods.fedavg import model_loss
+from pflkit.trees import clone, leaves, put, repeat, tree_map
+
+
+def mixed(A, theta):
+    """θ̄ = A Θ (Eq. 5), leaf by leaf: A [C, N], theta a tree [N, ...] -> a tree [C, ...]. Integer leaves are rounded."""
+
+    def leaf(t):
+        product = A @ t.flatten(1).to(A.dtype)
+        return (product if t.is_floating_point() else product.round()).to(t.dtype).view(len(A), *t.shape[1:])
+
+    return tree_map(leaf, theta)
+
+
+def slopes(theta, sent, returned, trained):
+    """∂P/∂a_ij = <θ_j, θ̄_i − θ_i> of C clients: [C, N].
+
+    theta: the extractors [N, ...]; sent: θ̄ [C, ...]; returned: θ [C, ...]; trained: for each leaf, whether it counts.
+    """
+
+    def leaf(t, a, b, counts):
+        return (a - b).flatten(1) @ t.flatten(1).T if counts else 0
+
+    return sum(leaves(tree_map(leaf, theta, sent, returned, trained)))
+
+
+def proxy(sent, returned, trained):
+    """P = ½ ‖θ̄_i − θ_i‖² of C clients: [C]."""
+
+    def leaf(a, b, counts):
+        return (a - b).flatten(1).square().sum(1) if counts else 0
+
+    return sum(leaves(tree_map(leaf, sent, returned, trained))) / 2
+
+
+def normalized(rows, ids, self_weight=0.5, normalize="sum"):
+    """Steps 5 and 6: rows [C, N] of the clients `ids`, clipped, with the self weight, and of sum 1.
+
+    >>> normalized(torch.tensor([[0.95, 0.2]]), [0])                    # (.5, .2) / .7
+    tensor([[0.7143, 0.2857]])
+    >>> normalized(torch.tensor([[0.95, 0.2]]), [0], normalize="others")
+    tensor([[0.5000, 0.5000]])
+    """
+    rows, own = rows.clamp(0, 1), (range(len(ids)), ids)
+    rows[own] = self_weight if normalize == "sum" else 0
+    if normalize == "others":
+        rows = (1 - self_weight) * rows / rows.sum(1, keepdim=True).where(rows.any(1, keepdim=True), 1)
+        rows[own] = 1 - rows.sum(1)
+    return rows / rows.sum(1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class FedAPA:
+    paper: ClassVar[str] = (
+        "FedAPA: Server-side Gradient-Based Adaptive Personalized Aggregation for Federated Learning "
+        "on Heterogeneous Data (Sun et al., 2025)"
+    )
+    product: ClassVar[str] = "after"
+
+    server_lr: float = 0.01  # η; the released configuration's
+    self_weight: float = 0.5  # a_ii; the released code: 1
+    sign: str = "descent"  # or "paper": climb the proxy loss, as Eq. 6 and 7 are printed
+    normalize: str = "sum"  # or "others"
+    sequential: bool = False  # client by client, as the released code
+
+    def __post_init__(self):
+        real("server_lr", self.server_lr, 0)
+        real("self_weight", self.self_weight, above=0, high=1)
+        choice("sign", self.sign, ("descent", "paper"))
+        choice("normalize", self.normalize, ("sum", "others"))
+        boolean("sequential", self.sequential)
+
+    @property
+    def cohort(self):
+        return 1 if self.sequential else None
+
+    def server(self, fed):
+        extractor, N = fed.init()[0], fed.num_clients
+        if not extractor:
+            raise ValueError(f"model={fed.model.name!r}: FedAPA mixes extractors, and this one has no parameters")
+        one = leaves(extractor)[0].new_ones(N)
+        trained = {name: torch.tensor(name not in fed.model.buffers) for name in extractor}
+        return {"extractors": repeat(extractor, N), "A": one.diag(), "trained": trained, "proxy_change": 0 * one}
+
+    def client(self, group):
+        return group.each_client(group.init()[1])
+
+    def download(self, server, ids):
+        return mixed(server["A"][ids], server["extractors"])
+
+    def local(self, clients, kept, message):
+        extractor, head = clients.sgd(model_loss, (message, kept))
+        return head, extractor, (extractor, head)
+
+    def merge(self, server, ids, message, upload, n):
+        theta, trained = server["extractors"], server["trained"]
+        step = self.server_lr * slopes(theta, message, upload, trained)
+        raw = server["A"][ids] + (step if self.sign == "paper" else -step)
+        before, after = (proxy(sent, upload, trained) for sent in (message, mixed(raw, theta)))  # to be watched only
+        rows = normalized(raw, ids, self.self_weight, self.normalize)
+        change = (after - before) / before.where(before > 0, 1)
+        learned = clone({name: server[name] for name in ("extractors", "A", "proxy_change")})
+        put(learned, ids, {"extractors": upload, "A": rows, "proxy_change": change})
+        return {**learned, "trained": trained}
+
+    def deploy(self, clients, kept, message):
+        return message, kept
+
+    def watch(self, server, kept):
+        A = server["A"]
+        own = torch.eye(len(A), dtype=torch.bool, device=A.device)
+        return {"a_ii": A[own], "a_ij": A[~own], "proxy change": server["proxy_change"]}
