@@ -91,16 +91,19 @@ class Clients:
         self.n = np.array([len(y) for _, y in data])
         self.log, self._work = {}, []
 
-    def sgd(self, loss, params, *fixed, phase="train", project=None, epochs=None, until=None, **rule):
+    def sgd(self, loss, params, *fixed, phase="train", pull=None, project=None, epochs=None, until=None, **rule):
         """Each client's SGD on its own data, from `params` [C, ...]; returns the trained tree, with memory of its own.
 
         loss(model, params, batch, *fixed) is of ONE client: trees without the client axis and batch = (x [B, ...],
-        y [B]); it returns a scalar, or (scalar, {name: scalar}) whose values are recorded too. `fixed` are trees
-        [C, ...] that stand still, and numbers. `epochs`: one number, or a list of one a client. `until`, a function of a
-        client's mean losses of the epochs so far, ends its training where it is true. `rule` overrides other fields of
-        Training: lr, momentum, ... `project`, a function of one tensor, is applied to every trained tensor after each
-        step. `phase` names the random stream of the batches. Raises FloatingPointError, naming round, client and phase,
-        where a loss or parameter is not finite.
+        y [B]); it returns a scalar, or (scalar, {name: scalar}) whose values are recorded too. `phase` names the random
+        stream of the batches. `rule` overrides fields of Training: lr, momentum, ...
+
+        fixed: trees [C, ...] that stand still, and numbers. epochs: one number, or a list of one a client. until: a
+        function of a client's mean losses of its epochs so far; where it is true, the client's training ends. pull:
+        (anchor [C, ...], mu) adds mu (params − anchor) to each gradient, as mu/2 ‖params − anchor‖² in the loss would
+        (which is recorded without it). project: a function of one tensor, applied to each trained one after each step.
+
+        Raises FloatingPointError, naming round, client and phase, where a loss or parameter is not finite.
         """
         rule = replace(self.training, **rule)
         epochs = epochs if isinstance(epochs, list) else [rule.epochs if epochs is None else epochs] * len(self.n)
@@ -119,8 +122,8 @@ class Clients:
             own = _own(trees.row(params, i), self.model.plain)
             passes = (self._epoch(i, phase, epoch, rule, skip_singles) for epoch in range(epochs[i]))
             with self._dropout(i, phase):
-                still = _still(fixed, i)
-                seen[i], samples[i] = _descend(self.model, loss, own, still, trained, passes, rule, project, until)
+                step = functools.partial(_step, rule=rule, project=project, pull=_pull(pull, i, trained))
+                seen[i], samples[i] = _descend(self.model, loss, own, _still(fixed, i), trained, passes, step, until)
             for whole, part in zip(trees.leaves(out), trees.leaves(own), strict=True):
                 whole[i] = part.detach()
 
@@ -258,7 +261,7 @@ def evaluate(model, params, data, engine):
 
 
 @torch.enable_grad()
-def _descend(model, loss, own, fixed, trained, epochs, rule, project, until):
+def _descend(model, loss, own, fixed, trained, epochs, step, until):
     """One client's SGD steps on `own`, in place. Mean values by name ({} without a step), number of samples seen."""
     own = _trained(own)
     moving = [leaf.requires_grad_() for leaf, moves in zip(trees.leaves(own), trained, strict=True) if moves]
@@ -269,7 +272,7 @@ def _descend(model, loss, own, fixed, trained, epochs, rule, project, until):
             value, extras = value if isinstance(value, tuple) else (value, {})
             grads = torch.autograd.grad(value, moving, allow_unused=True)
             grads = [torch.zeros_like(p) if g is None else g for p, g in zip(moving, grads, strict=True)]
-            velocity = _step(moving, grads, velocity, rule, project)
+            velocity = step(moving, grads, velocity)
             sizes.append(len(batch[1]))
             for name, amount in {"loss": value, **extras}.items():
                 seen.setdefault(name, []).append(torch.as_tensor(amount).detach())
@@ -282,8 +285,11 @@ def _descend(model, loss, own, fixed, trained, epochs, rule, project, until):
 
 
 @torch.no_grad()
-def _step(moving, grads, velocity, rule, project):
+def _step(moving, grads, velocity, rule, project, pull):
     """One SGD step of the tensors `moving`, in place; returns the momentum's velocity."""
+    if pull is not None:
+        anchor, mu = pull
+        grads = torch._foreach_add(grads, torch._foreach_sub(moving, anchor), alpha=mu)
     if rule.clip is not None:
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
         grads = [g * (rule.clip / norm.clamp(min=rule.clip)) for g in grads]
@@ -297,6 +303,14 @@ def _step(moving, grads, velocity, rule, project):
         for p in moving:
             p.copy_(project(p))
     return velocity
+
+
+def _pull(pull, i, trained):
+    """Client i's part of `pull`: the anchors of the tensors that are trained, and mu."""
+    if pull is None:
+        return None
+    anchor = trees.leaves(trees.row(pull[0], i))
+    return [leaf for leaf, moves in zip(anchor, trained, strict=True) if moves], pull[1]
 
 
 def _mean(values, sizes):

@@ -5,7 +5,8 @@ arXiv 1812.06127, Algorithm 2.
 
 Round t, for the sampled clients S_t:
     1.  the server sends                      w^t
-    2.  client i trains all of it, held back  θ_i <- SGD on f_i(θ) + μ/2 ‖θ − w^t‖² from w^t, E epochs
+    2.  client i trains all of it, held back  θ_i <- SGD on f_i(θ) + μ/2 ‖θ − w^t‖² from w^t, E epochs:
+                                              θ <- θ − η (∇f_i(θ) + μ (θ − w^t)) in each step
     3.  and uploads                           θ_i
     4.  the server averages                   w^{t+1} = Σ n_i θ_i / Σ n_i      (sums over S_t)
 
@@ -18,29 +19,15 @@ Where released code differs, and what we do:
     other code samples uniformly and averages by n_i, and so do we.
   - PFLlib's default is μ = 0, which is FedAvg; FL-bench's is 0.01. The FedAH paper, which compares with FedProx, does
     not state its own.
-  - PFLlib logs a training loss with the norm not squared; its steps are those of the formula above.
+  - PFLlib logs a training loss with the norm not squared; its steps are those of the formula above. Here the loss is
+    logged without the proximal term.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch.nn.functional import mse_loss
-
 from pflkit.checks import real
 from pflkit.methods.fedavg import FedAvg, model_loss
-from pflkit.trees import named_leaves
-
-
-def squared_distance(model, a, b):
-    """‖a − b‖² of two trees of ONE client's parameters; buffers, which are not trained, do not count."""
-    pairs = zip(named_leaves(a), named_leaves(b), strict=True)
-    apart = [mse_loss(x, y, reduction="sum") for (name, x), (_, y) in pairs if name.split("/")[-1] not in model.buffers]
-    return sum(apart)
-
-
-def proximal_loss(model, params, batch, anchor, mu):
-    """Mean cross-entropy of ONE client's model + mu/2 ‖params − anchor‖²; its gradient adds mu (params − anchor)."""
-    return model_loss(model, params, batch) + mu / 2 * squared_distance(model, params, anchor)
 
 
 @dataclass(frozen=True)
@@ -58,5 +45,5 @@ class FedProx:
     merge, deploy = FedAvg.merge, FedAvg.deploy
 
     def local(self, clients, kept, message):
-        model = clients.sgd(proximal_loss, message, message, float(self.mu))
+        model = clients.sgd(model_loss, message, pull=(message, self.mu))
         return (), model, model

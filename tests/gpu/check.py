@@ -22,11 +22,11 @@ from pflkit.methods import METHODS, make
 from pflkit.training import Training
 
 
-def difference(method, device):
+def difference(method, device, names=("cnn-small",)):
     """The largest difference between CPU and `device` in all that is kept after two rounds on digits, in float64."""
     digits = data.load("digits")
     split = partition.dirichlet(digits.y, 10, beta=0.1)
-    model = models.build("cnn-small", digits.shape, 10)
+    model = [models.build(name, digits.shape, 10) for name in names]
     states = []
     for where in ("cpu", device):
         rule = Training(lr=0.05, momentum=0.9, weight_decay=1e-3)
@@ -62,6 +62,8 @@ if __name__ == "__main__":
         | {"seconds a round": seconds(m, device)}
         for m in METHODS
     ]
+    mixed = {"method": "fedgh, mixed models", "device": name, "torch": torch.__version__}
+    rows.append(mixed | {"difference": difference("fedgh", device, ("mlp", "cnn-small", "mlp-1"))})
     table = pd.DataFrame(rows)
     print(table.to_string())
     table.to_csv(out / "gpu.csv", index=False)
