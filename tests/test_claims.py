@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pflkit import claims
+from pflkit.claims import comparisons, fedgh, scale
 from pflkit.experiment import History, experiment
 from pflkit.federation import State
 from pflkit.methods import METHODS
@@ -77,14 +78,16 @@ def full(seeds=5, **last):
 
 
 def test_t_interval_by_hand():
-    assert claims.interval([1, 2, 3]) == pytest.approx((2, 2 - 4.302653 / math.sqrt(3), 2 + 4.302653 / math.sqrt(3)))
+    assert comparisons.interval([1, 2, 3]) == pytest.approx(
+        (2, 2 - 4.302653 / math.sqrt(3), 2 + 4.302653 / math.sqrt(3))
+    )
     half = 2.776445 * math.sqrt(2.5) / math.sqrt(5)  # 1..5: deviations 4 + 1 + 0 + 1 + 4 = 10, over n - 1 = 4
-    assert claims.interval([1, 2, 3, 4, 5]) == pytest.approx((3, 3 - half, 3 + half))
+    assert comparisons.interval([1, 2, 3, 4, 5]) == pytest.approx((3, 3 - half, 3 + half))
 
 
 def test_one_value_has_no_interval_and_equal_ones_have_a_point():
-    assert claims.interval([7]) == (7, -math.inf, math.inf)
-    assert claims.interval([7, 7, 7]) == (7, 7, 7)
+    assert comparisons.interval([7]) == (7, -math.inf, math.inf)
+    assert comparisons.interval([7, 7, 7]) == (7, 7, 7)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +100,7 @@ def test_one_value_has_no_interval_and_equal_ones_have_a_point():
     ],
 )
 def test_above_needs_an_interval_on_one_side_of_0(values, holds):
-    assert claims.above("a − b", values).holds is holds
+    assert comparisons.above("a − b", values).holds is holds
 
 
 @pytest.mark.parametrize(
@@ -113,7 +116,7 @@ def test_above_needs_an_interval_on_one_side_of_0(values, holds):
     ],
 )
 def test_close_needs_an_interval_within_the_margin(values, holds):
-    assert claims.close("a − b", values, 1.0).holds is holds
+    assert comparisons.close("a − b", values, 1.0).holds is holds
 
 
 # --- verdicts ---------------------------------------------------------------------------------------------------------
@@ -219,11 +222,11 @@ def test_four_seeds_reproduce_nothing():
 
 def at_full_scale(dataset, partition, fedah=None, **training):
     """The claim AH7 by fabricated runs of the CNN at full scale, FedAH far ahead, its settings changed by `fedah`."""
-    scale = {"dataset": dataset, "model": "cnn", "samples": claims.SIZES[dataset], "rounds": 102}
+    size = {"dataset": dataset, "model": "cnn", "samples": scale.SIZES[dataset], "rounds": 102}
     changes = {"partition": partition, "training": training}
     settings = {"fedavg": {}, "fedah": fedah or {}}
     there = {
-        m: [history(m, [v - 9, v], s, settings=settings[m], **scale, **changes) for s in range(5)]
+        m: [history(m, [v - 9, v], s, settings=settings[m], **size, **changes) for s in range(5)]
         for m, v in (("fedavg", 50), ("fedah", 60))
     }
     found = claims.check("AH7", there)
@@ -314,7 +317,7 @@ def test_what_is_left_of_the_best_after_convergence(drops, verdict):
 def test_before_convergence_nothing_is_said_of_what_follows_it(monkeypatch):
     found = claims.check("AH8", kept([0.1, 0.2, 0.3], tail=99))
     assert found.verdict == "not tested" and "3 of 3 runs not converged" in found.why
-    monkeypatch.setattr(claims, "PATIENCE", 50)
+    monkeypatch.setattr(scale, "PATIENCE", 50)
     assert claims.check("AH8", kept([0.1, 0.2, 0.3], tail=99)).verdict == "agrees at reduced scale"
 
 
@@ -574,7 +577,7 @@ def test_rounding_neither_raises_nor_lowers():
 
 FEDGH = {
     "dataset": "cifar10",
-    "model": {"name": claims.MIXED},
+    "model": {"name": fedgh.MIXED},
     "clients": 10,
     "partition": {"name": "classes_per_client", "classes": 2},
     "training": {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3, "clip": 50.0, "batch_size": 512},

@@ -1,0 +1,100 @@
+"""What a claim asks of the runs it is checked with: for any verdict, and to be reproduced."""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from pflkit import costs
+from pflkit.methods import METHODS
+
+PATIENCE = 100  # evaluations without a new best: FedAH's released code's rule; the paper: "an early stopping mechanism"
+SIZES = {  # which data sets are real, and how many samples, training and test together, are full data
+    "digits": 1_797,
+    "mnist": 70_000,
+    "fashion-mnist": 70_000,
+    "cifar10": 60_000,
+    "cifar100": 60_000,
+    "tiny-imagenet": 100_000,
+    "agnews": 127_600,
+}
+
+
+@dataclass(frozen=True)
+class Paper:
+    """What runs must share with a paper's own to reproduce it.
+
+    protocol(data set, model, partition): what it fixes, as it stands in a run's configuration. min_size: the most
+    samples that a client of a Dirichlet split may be sure of. stopping: the rule by which a run has converged.
+    """
+
+    protocol: Callable
+    min_size: float = math.inf
+    stopping: str = "the stopping rule of FedAH's code"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a paper says, and what it takes to reproduce it.
+
+    methods: all it speaks of. measure(runs): the comparisons that the runs there are allow, or a text: why none.
+    settings: the (data set, model) pairs of the paper. parts: where it says several things, each as (text, methods it
+    takes, or None if no run checks it). Claims about strong heterogeneity are `skewed`, about what follows convergence
+    `settled`, about the ledger `exact`.
+    """
+
+    id: str
+    paper: Paper
+    text: str
+    methods: tuple
+    measure: Callable
+    settings: tuple = ()
+    parts: tuple = ()
+    skewed: bool = False
+    settled: bool = False
+    exact: bool = False
+
+
+def reduced(claim, there):
+    """What these runs lack for any verdict, as a list."""
+    histories = [h for group in there.values() for h in group]
+    name, partition = histories[0].config["dataset"]["name"], histories[0].config["partition"]
+    lacking = []
+    if name not in SIZES:
+        lacking.append(f"{name} is not known to be a real data set")
+    if (seeds := min(len(group) for group in there.values())) < 3:
+        lacking.append(f"{seeds} of at least 3 seeds")
+    if claim.skewed and partition["name"] != "pathological" and not partition.get("beta", math.inf) <= 0.1:
+        lacking.append("clients are not strongly heterogeneous (pathological, or Dirichlet with beta up to 0.1)")
+    return lacking + (_unsettled(claim, histories) if claim.settled else [])
+
+
+def full(claim, there):
+    """What these runs lack to reproduce the claim, or not, as a list."""
+    histories = [h for group in there.values() for h in group]
+    config = histories[0].config
+    name, model, partition = config["dataset"]["name"], config["model"]["name"], config["partition"]
+    short = []
+    if (name, model) not in claim.settings:
+        one = len(claim.settings) == 1
+        short.append(f"{name} with {model}, the paper: {' with '.join(claim.settings[0]) if one else 'others'}")
+    held = [h.clients.drop_duplicates("client")[["n_train", "n_test"]].to_numpy().sum() for h in histories]
+    if min(held) < SIZES[name]:
+        short.append("a part of the data")
+    have = partition | config["training"] | {"partition": partition["name"], "clients": config["clients"]}
+    have |= {"join_ratio": tuple(config["join_ratio"])}
+    wanted = claim.paper.protocol(name, model, partition["name"])
+    short += [f"{k} {have.get(k)}, the protocol: {v}" for k, v in wanted.items() if have.get(k) != v]
+    if (least := partition.get("min_size", 0)) > claim.paper.min_size:
+        short.append(f"min_size {least}, the protocol: at most {claim.paper.min_size}")
+    for method in [n for n in there if n in METHODS]:
+        own, default = there[method][0].config["settings"], asdict(METHODS[method]())
+        short += [f"{method}'s {k} {own.get(k)}, its default: {v}" for k, v in default.items() if own.get(k) != v]
+    if (seeds := min(len(group) for group in there.values())) < 5:
+        short.append(f"{seeds} of at least 5 seeds")
+    return short + _unsettled(claim, histories)
+
+
+def _unsettled(claim, histories):
+    left = sum(costs.rounds_to_convergence(h, PATIENCE) is None for h in histories)
+    rule = f"{claim.paper.stopping}: {PATIENCE} evaluations without a new best"
+    return [f"{left} of {len(histories)} runs not converged ({rule})"] if left else []
