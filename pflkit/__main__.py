@@ -83,7 +83,7 @@ def list_methods():
 @click.option("--clients", default=20, show_default=True)
 @click.option("--join-ratio", default="1", show_default=True, metavar="J|J:J", help="A ratio, or a range drawn from.")
 @click.option("--rounds", default=10, show_default=True, help="The papers: 2000.")
-@click.option("--lr", type=float, help="Local learning rate.  [cnn: 0.005, else 0.05]")
+@click.option("--lr", type=float, help="Local learning rate.  [cnn: 0.005; cnn-1 to -5: 0.01; else 0.05]")
 @click.option("--batch-size", default=10, show_default=True)
 @click.option("--epochs", default=1, show_default=True, help="Local epochs.")
 @click.option("--seed", default=0, show_default=True)

@@ -150,6 +150,8 @@ def experiment(
     integer("rounds", rounds, 1)
     integer("seed", seed, 0)
     loaded = data.load(dataset, root=data_root)
+    if not isinstance(model, str | None):
+        raise ValueError(f"model={model!r}: must be a name, or several joined by +")
     names = (model or DEFAULT_MODEL.get(dataset) or ("cnn" if _fits_cnn(loaded.shape) else "mlp")).split("+")
     nets = [models.build(name, loaded.shape, loaded.num_classes, seed=seed) for name in names]
     if lr is None and len({LR[name] for name in names}) > 1:

@@ -89,7 +89,7 @@ class Group:
 class Federation:
     """N clients with a share of `dataset` each, and the `model` that they train.
 
-    model: one for all, or a list of G different ones, which the clients get in turn: client i has the (i mod G)-th. The
+    model: one for all, or a list of G, which the clients get in turn: client i has the (i mod G)-th. The
     clients of one model are a group. What clients keep, and the models they hold, is then a tuple of trees [N, ...],
     one for each group with clients among those asked for; with one model it is one tree.
     join_ratio: the share of clients that join a round, or (low, high) from which each round draws anew; rounded to
@@ -182,8 +182,10 @@ class Federation:
 
     def clients(self, ids, round, rounds):
         """The clients `ids` of one group with their training data, for one call of a method."""
-        ((g, _, _),) = self.by_group(ids)
-        group, data = self.groups[g], [self.train[i] for i in ids]
+        groups = {g for g, _, _ in self.by_group(ids)}
+        if len(groups) != 1:
+            raise ValueError(f"ids={list(ids)}: must be clients of one model, at least one")
+        group, data = self.groups[groups.pop()], [self.train[i] for i in ids]
         return Clients(group.model, data, ids, round, rounds, self.training, self.seed, group.engine, group.flop_cache)
 
     def start(self, method):
@@ -191,6 +193,8 @@ class Federation:
         if len(self.groups) > 1 and not getattr(method, "heterogeneous", False):
             names = ", ".join(group.model.name for group in self.groups)
             raise ValueError(f"model={names}: {type(method).__name__} needs one model for all clients")
+        if (cohort := getattr(method, "cohort", None)) is not None:
+            integer("cohort", cohort, 1)
         server, kept = method.server(self), [method.client(group) for group in self.groups]
         _check(method, "server", server)
         for group, part in zip(self.groups, kept, strict=True):
@@ -230,9 +234,11 @@ class Federation:
             _check(method, "local: its upload", upload, len(at))
             _check(method, "local: its model", held, len(at))
             _check_same(method, "local: what it keeps", keep, kept[g], axes=1)
+            upload = arrived(upload)
+            _check_same(method, "local: its upload", upload, uploads[0] if uploads else upload, 1, "for another model")
             parts.append(Part(ids[at], g, held, nbytes(own, len(at)), nbytes(upload, len(at)), clients))
             keeps.append((kept[g], rows, keep))
-            uploads.append(arrived(upload))
+            uploads.append(upload)
         upload = trees.join(uploads, _order(parts))
         server = method.merge(state.server, ids, message, upload, self.n[ids])
         _check(method, "merge", server)
@@ -284,14 +290,14 @@ def _check(method, part, tree, clients=None):
             raise ValueError(f"{type(method).__name__}.{part}, {name!r}, is {what}, must be {must}")
 
 
-def _check_same(method, part, tree, start, axes):
-    """Refuses a tree that has not the names, dtypes and shapes (but for the first `axes`) that `start` had."""
-    now, was = ({n: f"{list(t.shape[axes:])} of {t.dtype}" for n, t in trees.named_leaves(x)} for x in (tree, start))
+def _check_same(method, part, tree, other, axes, where="at the start"):
+    """Refuses a tree that has not the names, dtypes and shapes (but for the first `axes`) that an `other` has."""
+    now, was = ({n: f"{list(t.shape[axes:])} of {t.dtype}" for n, t in trees.named_leaves(x)} for x in (tree, other))
     for name in sorted(now.keys() | was.keys()):
         if now.get(name) != was.get(name):
             raise ValueError(
                 f"{type(method).__name__}.{part}, {name!r}, is {now.get(name, 'missing')}, "
-                f"at the start it was {was.get(name, 'missing')}"
+                f"{where} it was {was.get(name, 'missing')}"
             )
 
 

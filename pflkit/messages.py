@@ -37,23 +37,27 @@ def received(download, clients):
 
     def leaf(part):
         if isinstance(part, Shared):
-            return trees.expand(trees.clone(part.tree), clients)
-        return part.clone() if torch.is_tensor(part) else part
+            return trees.expand(trees.clone(arrived(part.tree, "K")), clients)
+        return trees.clone(part) if torch.is_tensor(part) or isinstance(part, Rows) else part
 
-    return arrived(_map(leaf, download))
+    return _map(leaf, arrived(download))
 
 
-def arrived(message):
-    """The message without what did not travel: rows that are not present are 0."""
+def arrived(message, axes="C, K"):
+    """The message without what did not travel: rows that are not present are 0. `axes`: those of `present`."""
 
     def leaf(part):
         if not isinstance(part, Rows):
             return part
-        if part.present.dtype != torch.bool or part.present.ndim != 2 or part.values.shape[:2] != part.present.shape:
-            shapes = f"values {list(part.values.shape)}, present {list(part.present.shape)} of {part.present.dtype}"
-            raise ValueError(f"Rows: {shapes}, must be [C, K, ...] and [C, K] of torch.bool")
-        absent = ~part.present.reshape(*part.present.shape, *[1] * (part.values.ndim - 2))
-        return Rows(part.values.masked_fill(absent, 0), part.present)
+        values, present = part
+        fits = torch.is_tensor(values) and torch.is_tensor(present) and present.dtype == torch.bool
+        if not fits or present.ndim != len(axes.split()) or values.shape[: present.ndim] != present.shape:
+            found = [f"{list(t.shape)} of {t.dtype}" if torch.is_tensor(t) else type(t).__name__ for t in part]
+            raise ValueError(
+                f"Rows({', '.join(found)}): must be tensors [{axes}, ...] and [{axes}], this of torch.bool"
+            )
+        absent = ~present.reshape(*present.shape, *[1] * (values.ndim - present.ndim))
+        return Rows(values.masked_fill(absent, 0), present)
 
     return _map(leaf, message)
 

@@ -166,9 +166,9 @@ def mlp(shape, classes):
     ]
 
 
-def cnn_mixed(filters, width, shape, classes):
+def cnn_mixed(name, filters, width, shape, classes):
     """CNN-1 to CNN-5 of the FedGH code: two 5x5 convolutions, two linear layers, all with 500 representations."""
-    channels, height, rest = _image("cnn-1 to cnn-5", shape, 16)
+    channels, height, rest = _image(name, shape, 16)
     after = [((side - 4) // 2 - 4) // 2 for side in (height, rest)]
     return [
         *[("conv1", nn.Conv2d(channels, 16, 5)), ("pool1", nn.MaxPool2d(2)), ("relu1", nn.ReLU())],
@@ -178,7 +178,7 @@ def cnn_mixed(filters, width, shape, classes):
     ]
 
 
-def mlp_mixed(width, shape, classes):
+def mlp_mixed(name, width, shape, classes):
     """MLP-1 to MLP-5 (ours): two hidden layers, the first of `width` units, all with 64 representations, as the mlp."""
     return [
         *[("flat", nn.Flatten()), ("fc1", nn.Linear(torch.Size(shape).numel(), width)), ("relu1", nn.ReLU())],
@@ -192,7 +192,8 @@ SIZES = {
     "mlp": [(256,), (128,), (64,), (32,), (16,)],
 }
 for kind, maker in (("cnn", cnn_mixed), ("mlp", mlp_mixed)):
-    MODELS |= {f"{kind}-{i}": functools.partial(maker, *sizes) for i, sizes in enumerate(SIZES[kind], 1)}
+    names = [f"{kind}-{i}" for i in range(1, 6)]
+    MODELS |= {n: functools.partial(maker, n, *size) for n, size in zip(names, SIZES[kind], strict=True)}
 
 
 def build(name, shape, classes, *, head_layers=1, seed=0):
@@ -221,7 +222,7 @@ def build(name, shape, classes, *, head_layers=1, seed=0):
 
 def _image(name, shape, least):
     if len(shape) != 3 or min(shape[1:]) < least:
-        others = ", ".join(repr(m) for m in MODELS if m != name)
+        others = " or ".join(repr(m) for m in ("cnn-small", "mlp") if m != name)
         raise ValueError(
             f"model={name!r}: does not fit inputs of shape {tuple(shape)}: needs images (channels, height, width) "
             f"of at least {least} x {least}; try {others}"

@@ -7,6 +7,7 @@ the bit whoever else trains, in whatever order, on one thread or many.
 import contextlib
 import copy
 import functools
+import numbers
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -109,7 +110,7 @@ class Clients:
         epochs = epochs if isinstance(epochs, list) else [rule.epochs if epochs is None else epochs] * len(self.n)
         if len(epochs) != len(self.n):
             raise ValueError(f"epochs={epochs}: must be one number, or a list of one for each of {len(self.n)} clients")
-        for number in set(epochs):
+        for number in epochs:
             integer("epochs", number, 0)
         trained = [leaf.is_floating_point() and not self._is_buffer(name) for name, leaf in trees.named_leaves(params)]
         if not any(trained) or not any(epochs):
@@ -140,6 +141,7 @@ class Clients:
 
     def part(self, share, name):
         """The same clients with a random `share` of their samples, at least one, drawn anew each round."""
+        real("share", share, above=0, high=1)
         some = copy.copy(self)  # shallow: the log, and the work counted, stay common to both
         some.data = []
         for (x, y), i in zip(self.data, self.ids, strict=True):
@@ -331,7 +333,7 @@ def _first_step(model, loss, params, fixed, data, trained):
 
 def _still(fixed, i):
     """Client i's part of what stands still; a number is everybody's."""
-    return [f if isinstance(f, int | float) else trees.row(f, i) for f in fixed]
+    return [f if isinstance(f, numbers.Real) else trees.row(f, i) for f in fixed]
 
 
 @torch.no_grad()  # here, in the client's own thread: the caller's grad mode does not reach it

@@ -57,7 +57,10 @@ def row(tree, i):
 
 
 def join(trees, order):
-    """Several trees [C1, ...], [C2, ...], ... as one [C, ...]: client j is the order[j]-th of all of them."""
+    """Several trees [C1, ...], [C2, ...], ... as one [C, ...]: client j is the order[j]-th of all of them.
+
+    A tree alone is taken to be in order, and returned as it is.
+    """
     return trees[0] if len(trees) == 1 else tree_map(lambda *parts: torch.cat(parts)[order], *trees)
 
 

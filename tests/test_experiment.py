@@ -178,6 +178,130 @@ def test_no_pickle_and_no_half_written_file_is_left(tmp_path):
     ]
 
 
+# --- clients with different models -----------------------------------------------------------------------------------
+
+
+def mixed(names=("mlp-5", "mlp-3"), **options):
+    fed = federation(**options)
+    nets = [models.build(name, fed.dataset.shape, 10) for name in names]
+    options = {"training": Training(lr=0.05), "join_ratio": 0.6} | options
+    return Federation(fed.dataset, fed.partition, nets, **options)
+
+
+@pytest.mark.parametrize("cut", [1, 3])
+def test_a_run_on_different_models_is_saved_resumed_and_read(cut, tmp_path, monkeypatch):
+    """What is read is what was written, to the bit, in every group."""
+    whole = run(make("fedgh", header_lr=0.5), mixed(), 4)
+    monkeypatch.setattr(experiment._Saver, "__call__", eager(experiment._Saver.__call__))
+    with monkeypatch.context() as cutting, pytest.raises(Stop):
+        stop_after(cutting, cut)
+        run(make("fedgh", header_lr=0.5), mixed(), 4, out=tmp_path)
+    for loaded in (False, True):
+        again = run(make("fedgh", header_lr=0.5), mixed(), 4, out=tmp_path)
+        assert (again.loaded is not None) == loaded
+        assert_same(again, whole)
+        assert isinstance(again.state.kept, tuple) and [len(k["fc1.weight"]) for k in again.state.kept] == [3, 3]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_history_of_different_models_agrees_with_them():
+    """Recomputed by plain indexing; bytes, too, are each client's own: its classes' prototypes and labels."""
+    fed = mixed(join_ratio=0.5)
+    history = run(make("fedgh"), fed, 3)
+    own = []
+    for i, (x, y) in enumerate(fed.test):
+        params = trees.row(history.state.kept[i % 2], i // 2), history.state.server
+        own.append(float((fed.groups[i % 2].model.predict(params, x).argmax(1) == y).double().mean()))
+    last = history.clients[history.clients["round"] == 4]
+    assert last["before"].tolist() == own and last["client"].tolist() == list(range(6))
+    assert history.rounds.iloc[-1]["before"] == pytest.approx(np.mean(own))
+    joined = history.clients[history.clients["joined"]]
+    assert joined["client"].tolist() == np.concatenate([fed.sample(t) for t in (1, 2, 3)]).tolist()
+    classes = [len(set(fed.dataset.y[rows])) for rows in fed.partition.train]
+    assert joined["bytes_up"].tolist() == [(64 + 1) * 4 * classes[i] for i in joined["client"]]
+    assert set(joined["bytes_down"]) == {(64 + 1) * 10 * 4}
+    assert history.rounds["bytes_up"].sum() == joined["bytes_up"].sum()
+
+
+def test_labels_are_counted_client_by_client(tmp_path):
+    fed = mixed()
+    for _ in ("run", "read"):
+        labels = run(make("local"), fed, 1, out=tmp_path).labels
+        assert labels.tolist() == [
+            [list(fed.dataset.y[rows]).count(k) for k in range(10)] for rows in fed.partition.train
+        ]
+
+
+def test_watched_values_of_all_groups_are_one_distribution():
+    class Watched(type(make("local"))):
+        def watch(self, server, kept):
+            return {"b": kept[1]["bias"], "w": {"all": kept[0]["fc1.weight"]}}
+
+    history = run(Watched(), mixed(), 2)
+    last = history.watch[history.watch["round"] == 2].set_index("name")
+    for name, leaf in (("b", lambda kept: kept[1]["bias"]), ("w", lambda kept: kept[0]["fc1.weight"])):
+        values = torch.cat([leaf(kept).flatten() for kept in history.state.kept]).double()
+        assert last.loc[name, "mean"] == pytest.approx(float(values.mean()))
+        assert (last.loc[name, "q00"], last.loc[name, "q100"]) == (float(values.min()), float(values.max()))
+
+
+def test_config_names_the_models(tmp_path):
+    run(make("local"), mixed(("mlp-5", "mlp", "mlp-1")), 1, out=tmp_path)
+    (folder,) = tmp_path.iterdir()
+    config = json.loads((folder / "config.json").read_text())["model"]
+    assert config["name"] == "mlp-5+mlp+mlp-1" and config["features"] == [64, 64, 64]
+    sizes = [65 * 16 + 17 * 64 + 650, 65 * 64 + 650, 65 * 256 + 257 * 64 + 650]
+    assert config["parameters"] == sizes
+
+
+def test_an_experiment_of_plain_values_with_different_models():
+    values = {"clients": 5, "rounds": 2, "seed": 3, "settings": {"header_lr": 0.5}}
+    history = experiment.experiment("fedgh", model="mlp-1+mlp-2", **values)
+    digits = data.load("digits")
+    nets = [models.build(name, digits.shape, 10, seed=3) for name in ("mlp-1", "mlp-2")]
+    split = partition.dirichlet(digits.y, 5, seed=3)
+    fed = Federation(digits, split, nets, training=Training(lr=0.05), seed=3)
+    assert_same(history, run(make("fedgh", header_lr=0.5), fed, 2))
+    assert history.config["model"]["name"] == "mlp-1+mlp-2"
+
+
+@pytest.fixture
+def images(tmp_path):
+    """A data set of 16 x 16 images, large enough for the CNNs."""
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "images.npz", x=rng.random((80, 16, 16)), y=[0, 1] * 40)
+    return str(tmp_path / "images.npz")
+
+
+@pytest.mark.parametrize("model", ["cnn-5+mlp-5", "mlp+cnn-5", "cnn-5+cnn-small+cnn-5"])
+def test_models_of_different_default_rates_need_one_that_is_given(model, images):
+    values = {"dataset": images, "partition": "iid", "clients": 4, "rounds": 1}
+    with pytest.raises(ValueError, match=r"^lr=None: must be given, for .* have different rates by default$") as error:
+        experiment.experiment("local", model=model, **values)
+    assert model in str(error.value)
+
+
+def test_default_rates_are_the_models(images):
+    values = {"dataset": images, "partition": "iid", "clients": 3, "rounds": 1, "epochs": 0}
+    for model, lr in (("cnn-5", 0.01), ("cnn", 0.005), ("cnn-small+mlp-5+mlp", 0.05), ("mlp-4", 0.05)):
+        assert experiment.experiment("local", model=model, **values).config["training"]["lr"] == lr
+    given = experiment.experiment("local", model="cnn-5+mlp-5", lr=0.02, **values)
+    assert given.config["training"]["lr"] == 0.02
+
+
+@pytest.mark.parametrize("model", ["mlp+", "+mlp", "mlp++mlp", "mlp+cmm", "mlp + mlp", "mlp,mlp"])
+def test_unknown_models_among_others_are_named(model):
+    unknown = next(name for name in model.split("+") if name not in models.MODELS)
+    with pytest.raises(ValueError, match=rf"^model={unknown!r}: must be one of"):
+        experiment.experiment("local", model=model)
+
+
+@pytest.mark.parametrize("model", [["mlp-1", "mlp-2"], 5], ids=str)
+def test_a_model_that_is_no_name_is_named(model):
+    with pytest.raises(ValueError, match=r"^model="):
+        experiment.experiment("local", model=model)
+
+
 # --- what a result depends on ----------------------------------------------------------------------------------------
 
 

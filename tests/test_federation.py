@@ -1,6 +1,7 @@
 """pflkit.federation: who joins, what travels, who holds what; and what does not fit is refused by name."""
 
 import dataclasses
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ import torch
 
 from pflkit import data, models, partition, trees
 from pflkit.federation import Federation
-from pflkit.messages import Shared, received
+from pflkit.messages import Rows, Shared, received
+from pflkit.methods.fedavg import model_loss
 from pflkit.training import Training
 
 DIGITS = data.load("digits")
@@ -355,3 +357,423 @@ def test_score_counts_right_answers_of_given_clients():
     log_sum = np.log(9 + np.e)  # −log softmax: log Σ exp less the label's own logit, 1 or 0
     shares = [c / len(y) for c, y in zip(correct, ys, strict=True)]
     assert loss == pytest.approx([log_sum - share for share in shares], rel=1e-5)
+
+
+# --- clients with different models -----------------------------------------------------------------------------------
+
+THREE = ("mlp-5", "mlp-2", "mlp")
+
+
+def mixed(names=THREE, clients=8, **options):
+    nets = [models.build(name, SMALL.shape, 10) for name in names]
+    split = partition.dirichlet(SMALL.y, clients, beta=1, min_size=12, seed=2)  # all of different sizes
+    return Federation(SMALL, split, nets, **{"training": Training(lr=0.05), "engine": "loop"} | options)
+
+
+def of_client(fed, whole, ids, i):
+    """Client i's own part of what the clients `ids` keep or hold, counted out by hand."""
+    numbers = list(range(len(fed.groups)))
+    groups = {g: [j for j in ids if j % len(numbers) == g] for g in numbers}
+    there = [g for g in numbers if groups[g]]
+    tree = whole[there.index(i % len(numbers))] if len(numbers) > 1 else whole
+    return trees.row(tree, groups[i % len(numbers)].index(i))
+
+
+@dataclasses.dataclass(frozen=True)
+class Owner(Echo):
+    """Echo for clients of different models: each keeps its number, and uploads it."""
+
+    heterogeneous = True
+
+    def client(self, group):
+        return {"own": torch.from_numpy(group.ids).float()[:, None].repeat(1, 2)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Alone:
+    """Sampled clients train their own model; nothing travels."""
+
+    heterogeneous = True
+
+    def server(self, fed):
+        return ()
+
+    def client(self, group):
+        return group.each_client(group.init())
+
+    def download(self, server, ids):
+        return ()
+
+    def local(self, clients, kept, message):
+        model = clients.sgd(model_loss, kept)
+        return model, (), model
+
+    def merge(self, server, ids, message, upload, n):
+        return ()
+
+    def deploy(self, clients, kept, message):
+        return kept
+
+
+def test_clients_get_the_models_in_turn():
+    fed = mixed(clients=8)
+    assert [group.ids.tolist() for group in fed.groups] == [[0, 3, 6], [1, 4, 7], [2, 5]]
+    assert [group.model.name for group in fed.groups] == list(THREE)
+    assert fed.model.name == "mlp-5" and trees.unequal(fed.init(), fed.groups[0].init()) == 0
+    found = [(g, at.tolist(), rows.tolist()) for g, at, rows in fed.by_group([1, 2, 4, 7])]
+    assert found == [(1, [0, 2, 3], [0, 1, 2]), (2, [1], [0])]
+    assert [(g, at.tolist(), rows.tolist()) for g, at, rows in fed.by_group([6])] == [(0, [0], [2])]
+    kept = fed.start(Owner()).kept
+    assert [part["own"][:, 0].tolist() for part in kept] == [[0, 3, 6], [1, 4, 7], [2, 5]]
+
+
+def test_a_list_of_one_model_is_that_model():
+    split, net = partition.iid(SMALL.y, 4), models.build("mlp", SMALL.shape, 10)
+    ends = []
+    for model in (net, [net], (net,)):
+        fed = Federation(SMALL, split, model, join_ratio=0.5)
+        state = fed.start(Alone())
+        result = fed.play(Alone(), state, 1)
+        ends.append((state.kept, result.held, fed.deployed(Alone(), state, 1)))
+    assert trees.unequal(ends[0], ends[1]) == trees.unequal(ends[0], ends[2]) == 0
+    assert len(ends[0][0]) == 2  # extractor and head, not a tuple of groups
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ([], "model: 0 models for 4 clients, must be 1 to as many"),
+        ([models.build("mlp", (1, 8, 8), 10)] * 5, "model: 5 models for 4 clients, must be 1 to as many"),
+        (["mlp"], "model='mlp': must be a Model"),
+        ("mlp-1", "model='mlp-1': must be a Model"),
+        ([models.build("mlp", (1, 8, 8), 10), None], "model=None: must be a Model"),
+        (
+            [models.build("mlp", (1, 8, 8), 10), models.build("mlp-3", (1, 8, 9), 10)],
+            "model='mlp-3': takes (1, 8, 9) and 10 classes, but 'digits-400' has (1, 8, 8) and 10",
+        ),
+        (
+            [models.build("mlp-2", (1, 8, 8), 9), models.build("mlp", (1, 8, 8), 10)],
+            "model='mlp-2': takes (1, 8, 8) and 9 classes",
+        ),
+    ],
+    ids=["none", "more than clients", "a name in a list", "a name", "no model", "another shape", "other classes"],
+)
+def test_models_that_do_not_fit_are_refused_by_name(model, message):
+    with pytest.raises(ValueError) as error:
+        Federation(SMALL, partition.iid(SMALL.y, 4), model)
+    assert str(error.value).startswith(message)
+
+
+def test_a_method_for_one_model_refuses_several_before_it_does_anything():
+    class Homogeneous(Echo):
+        def server(self, fed):
+            raise AssertionError("was asked for a server")
+
+    with pytest.raises(ValueError, match=r"^model=mlp-5, mlp-2, mlp: Homogeneous needs one model for all clients$"):
+        mixed().start(Homogeneous())
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 8])
+@pytest.mark.parametrize("ratio", [0.01, 0.3, (0.1, 1.0), 1.0])
+def test_merge_gets_all_in_the_order_of_ids_whatever_the_groups(groups, ratio):
+    """With as many models as clients, every group has one."""
+    seen = []
+
+    class Spy(Owner):
+        def download(self, server, ids):
+            return torch.as_tensor(10.0 * ids)
+
+        def local(self, clients, kept, message):
+            assert message.tolist() == [10 * i for i in clients.ids]
+            assert kept["own"][:, 0].tolist() == clients.ids.tolist()
+            assert {clients.model.name} == {names[i % groups] for i in clients.ids}
+            assert len(clients.data) == len(clients.ids) and clients.n.tolist() == [len(y) for _, y in clients.data]
+            return kept, (kept, Rows(message[:, None], message[:, None] > 20)), {"id": message / 10}
+
+        def merge(self, server, ids, message, upload, n):
+            own, rows = upload
+            seen.append((ids.tolist(), message.tolist(), own["own"][:, 0].tolist(), rows, n.tolist()))
+            return server
+
+    names = [f"mlp-{i % 5 + 1}" for i in range(groups)]
+    fed = mixed(names, join_ratio=ratio)
+    state = fed.start(Spy())
+    for t in range(1, 5):
+        result = fed.play(Spy(), state, 4)
+        ids, message, uploads, rows, n = seen[-1]
+        assert ids == result.ids.tolist() == fed.sample(t).tolist()
+        assert (message, uploads) == ([10 * i for i in ids], ids)
+        assert isinstance(rows, Rows) and rows.values[:, 0].tolist() == [10 * i * (i > 2) for i in ids]
+        assert n == [len(fed.partition.train[i]) for i in ids]
+        assert [of_client(fed, result.held, ids, i)["id"] for i in ids] == ids
+        assert result.bytes_up.tolist() == [8 + 8 * (i > 2) for i in ids]
+        assert result.bytes_down.tolist() == [8] * len(ids)
+    assert len(seen) == 4
+
+
+def test_only_sampled_rows_of_every_group_are_written():
+    class Count(Owner):
+        def local(self, clients, kept, message):
+            return {"own": kept["own"] + 100}, kept, message
+
+    fed = mixed(join_ratio=0.4)
+    state, joined = fed.start(Count()), np.zeros(8)
+    for _ in range(6):
+        joined[fed.play(Count(), state, 6).ids] += 1
+    assert len(set(joined)) > 2
+    for i in range(8):
+        assert of_client(fed, state.kept, range(8), i)["own"].tolist() == [i + 100 * joined[i]] * 2
+
+
+def test_groups_share_no_memory():
+    """One tree given to two groups: still everybody's own."""
+    same = torch.zeros(2, 3)
+
+    class Same(Owner):
+        def client(self, group):
+            return same
+
+        def local(self, clients, kept, message):
+            return kept + torch.from_numpy(clients.ids)[:, None] + 1, message, message
+
+        def merge(self, server, ids, message, upload, n):
+            return server
+
+    fed = mixed(("mlp-1", "mlp-2"), 4)
+    state = fed.start(Same())
+    fed.play(Same(), state, 1)
+    assert [part.tolist() for part in state.kept] == [[[1] * 3, [3] * 3], [[2] * 3, [4] * 3]]
+
+
+WIDTHS = {"mlp-1": 256, "mlp-2": 128, "mlp-4": 32, "mlp-5": 16}
+
+
+@pytest.mark.parametrize("ratio", [0.3, 1.0])
+def test_a_mixed_federation_does_what_those_of_its_models_do(ratio):
+    """Two rounds, client by client, to the bit: what it keeps, holds and would use, its scores, losses and FLOPs."""
+    fed = mixed(("mlp-5", "cnn-small", "mlp-2"), clients=7, join_ratio=ratio)
+    single = [Federation(SMALL, fed.partition, g.model, training=fed.training, join_ratio=ratio) for g in fed.groups]
+    everyone, ends = np.arange(7), []
+    for one in (fed, *single):
+        state = one.start(Alone())
+        for _ in range(2):
+            result = one.play(Alone(), state, 2)
+        deployed = one.deployed(Alone(), state, 2)
+        scores = *one.score(result.held, result.ids), *one.score(deployed, everyone)
+        ends.append((result, state.kept, deployed, scores))
+    result, kept, deployed, scores = ends.pop(0)
+    ids = result.ids.tolist()
+    for j, i in enumerate(ids):
+        other = ends[i % 3]
+        assert trees.unequal(of_client(fed, result.held, ids, i), trees.row(other[0].held, j)) == 0
+        assert [of[j] for of in scores[:2]] == [of[j] for of in other[3][:2]]
+        assert result.log()["train"][j] == other[0].log()["train"][j]
+        assert result.flops()[j] == other[0].flops()[j] > 0
+    for i in range(7):
+        mine = of_client(fed, kept, everyone, i), of_client(fed, deployed, everyone, i)
+        assert trees.unequal(mine, trees.row(ends[i % 3][1:3], i)) == 0
+        assert [of[i] for of in scores[2:]] == [of[i] for of in ends[i % 3][3][2:]]
+        x, y = fed.test[i]  # and by plain indexing: the model, the test data, right answers
+        logits = fed.groups[i % 3].model.predict(mine[1], x)
+        assert scores[2][i] == int((logits.argmax(1) == y).sum())
+        assert scores[3][i] == pytest.approx(float(torch.nn.functional.cross_entropy(logits, y)), rel=1e-5)
+
+
+def test_score_takes_models_of_the_clients_asked_for():
+    """Of one group, of all, in any order: heads that answer class i for client i."""
+    fed = mixed(("mlp-5", "mlp"), 6)
+    for ids in ([3], [4, 0, 2], [5, 2, 1], [0, 1, 2, 3, 4, 5]):
+        held = []
+        for g, at, _ in fed.by_group(ids):
+            extractor, head = fed.groups[g].each_client(fed.groups[g].init())
+            extractor, head = trees.take((extractor, head), np.arange(len(at)))
+            bias = torch.nn.functional.one_hot(torch.tensor([ids[j] for j in at]), 10).float()
+            held.append((extractor, {"weight": 0 * head["weight"], "bias": bias}))
+        correct, _ = fed.score(fed.whole(held), ids)
+        assert correct.tolist() == [int((fed.test[i][1] == i).sum()) for i in ids]
+
+
+def test_flops_of_each_model_are_its_own():
+    """A sample's step: fc1 forward and for its weights, fc2 and fc3 for their inputs too; 2 in out each."""
+    names = tuple(WIDTHS)
+    fed = mixed(names, join_ratio=0.75)
+    state = fed.start(Alone())
+    for _ in range(2):
+        result = fed.play(Alone(), state, 2)
+        widths = [WIDTHS[names[i % 4]] for i in result.ids]
+        one = [2 * (2 * 64 * w + 3 * w * 64 + 3 * 64 * 10) for w in widths]
+        assert result.flops().tolist() == [n * flops for n, flops in zip(fed.n[result.ids], one, strict=True)]
+
+
+def test_log_is_in_the_order_of_ids_and_nan_without_the_phase():
+    class Log(Owner):
+        def local(self, clients, kept, message):
+            clients.log["id"] = clients.ids / 2
+            if clients.model.name in ("mlp-2", "mlp"):
+                clients.log["some"] = -1.0 * clients.ids
+            return kept, kept, message
+
+    fed = mixed(join_ratio=0.7)
+    state = fed.start(Log())
+    for _ in range(3):
+        result = fed.play(Log(), state, 3)
+        log, ids = result.log(), result.ids
+        assert log["id"].tolist() == (ids / 2).tolist()
+        wanted = np.where(ids % 3 == 0, np.nan, -ids)  # the first model, mlp-5, has no such phase
+        assert list(log) == ["id", "some"] and np.array_equal(log["some"], wanted, equal_nan=True)
+
+
+# --- rows that only some have ----------------------------------------------------------------------------------------
+
+
+def classes_of(ids):
+    """Of 10 rows, client i has the first i."""
+    return torch.arange(10) < torch.as_tensor(ids)[:, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sparse(Owner):
+    """Client i gets and sends i of 10 rows of two numbers; the others are full of what must not arrive."""
+
+    def download(self, server, ids):
+        return Shared(server), Rows(torch.full((len(ids), 10, 2), 7.0), classes_of(ids))
+
+    def local(self, clients, kept, message):
+        got = message[1]
+        assert got.values.tolist() == (7.0 * got.present[..., None].expand(-1, -1, 2)).tolist()
+        return kept, Rows((got.values + 1).masked_fill(~got.present[..., None], float("nan")), got.present), message[0]
+
+    def merge(self, server, ids, message, upload, n):
+        have = torch.as_tensor(ids).double()
+        assert torch.equal(upload.present.sum(1), have.long())
+        assert torch.equal(message[1].values.double().sum((1, 2)), 14 * have)
+        assert torch.equal(upload.values.double().sum((1, 2)), 16 * have)
+        return server
+
+
+@pytest.mark.parametrize("names", [("mlp",), THREE])
+@pytest.mark.parametrize("cohort", [None, 1])
+def test_only_present_rows_count_and_arrive(names, cohort):
+    method = type("Sparse", (Sparse,), {"cohort": cohort})()
+    fed = mixed(names, join_ratio=0.6)
+    state = fed.start(method)
+    for _ in range(3):
+        result = fed.play(method, state, 3)
+        assert len(result.ids) == 5
+        assert result.bytes_down.tolist() == [8 + 8 * i for i in result.ids]  # two shared float32, i rows of two
+        assert result.bytes_up.tolist() == [8 * i for i in result.ids]
+
+
+PRESENT = {
+    "not bool": torch.ones(4, 10),
+    "other rows": torch.ones(4, 9, dtype=torch.bool),
+    "by element": torch.ones(4, 10, 2, dtype=torch.bool),
+    "a row a client": torch.ones(4, dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "fault"),
+    [
+        *[("down", fault) for fault in PRESENT],
+        *[("up", fault) for fault in PRESENT],
+    ],
+)
+def test_malformed_rows_are_refused_and_nothing_is_written(way, fault):
+    bad = Rows(torch.ones(4, 10, 2), PRESENT[fault])
+
+    class Bad(Owner):
+        def download(self, server, ids):
+            return bad if way == "down" else Shared(server)
+
+        def local(self, clients, kept, message):
+            return {"own": kept["own"] + 1}, bad, message
+
+    fed = mixed(("mlp",), 4)
+    state = fed.start(Bad())
+    before = trees.clone((state.server, state.kept))
+    with pytest.raises(ValueError, match=r"^Rows\(\[4, 10, 2\] of .*, \[4.*must be tensors \[C, K, \.\.\.\]"):
+        fed.play(Bad(), state, 1)
+    assert trees.unequal((state.server, state.kept), before) == 0 and state.round == 0
+
+
+# --- one cohort after the other --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain(Owner):
+    """The server counts what reached it; a client learns the count, and sends its number."""
+
+    seen: ClassVar[list] = []
+
+    def server(self, fed):
+        return {"count": torch.zeros(()), "last": torch.tensor(-1.0)}
+
+    def download(self, server, ids):
+        return {"before": Shared(server["count"]), "rows": Rows(torch.ones(len(ids), 10), classes_of(ids))}
+
+    def local(self, clients, kept, message):
+        clients.log["before"] = message["before"].numpy().copy()
+        held = {"id": torch.from_numpy(clients.ids), "before": message["before"].clone()}
+        return {"own": kept["own"] + 100}, (kept["own"][:, 0], message["rows"]), held
+
+    def merge(self, server, ids, message, upload, n):
+        was = float(server["count"]), float(server["last"])
+        self.seen.append((ids.tolist(), *was, upload[0].tolist(), n.tolist()))
+        return {"count": server["count"] + len(ids), "last": upload[0][-1]}
+
+
+@pytest.mark.parametrize("names", [("mlp",), ("mlp-5", "mlp-4"), THREE])
+@pytest.mark.parametrize("cohort", [1, 2, 3, 100])
+def test_cohorts_meet_the_server_one_after_the_other(names, cohort):
+    """Each message is made of what the server learned from the cohort before; so it is in the next round."""
+    chain = type("Chain", (Chain,), {"cohort": cohort})()
+    fed, count, last = mixed(names, join_ratio=0.6), 0, -1
+    state = fed.start(chain)
+    for _ in range(2):
+        Chain.seen.clear()
+        result = fed.play(chain, state, 2)
+        ids, told = result.ids.tolist(), []
+        assert len(ids) == 5
+        for start in range(0, 5, cohort):
+            own = ids[start : start + cohort]
+            assert Chain.seen[start // cohort] == (own, count, last, [float(i) for i in own], fed.n[own].tolist())
+            told += [count] * len(own)
+            count, last = count + len(own), own[-1]
+        assert len(Chain.seen) == -(-5 // cohort)
+        held = [of_client(fed, result.held, ids, i) for i in ids]
+        assert [int(h["id"]) for h in held] == ids
+        assert [float(h["before"]) for h in held] == result.log()["before"].tolist() == told
+        assert result.bytes_down.tolist() == result.bytes_up.tolist() == [4 + 4 * i for i in ids]
+        assert result.flops().tolist() == [0] * 5
+        for i in range(8):
+            assert of_client(fed, state.kept, range(8), i)["own"].tolist() == [i + 100 * (i in ids)] * 2
+        state.kept = fed.start(chain).kept
+    assert state.round == 2 and int(state.server["count"]) == 10
+
+
+def test_a_cohort_of_all_is_no_cohort():
+    everyone = type("All", (Chain,), {"cohort": None})()
+    fed = mixed(join_ratio=0.6)
+    Chain.seen.clear()
+    result = fed.play(everyone, fed.start(everyone), 1)
+    assert [ids for ids, *_ in Chain.seen] == [result.ids.tolist()]
+
+
+@pytest.mark.parametrize("cohort", [-1, "1", 1.5])
+def test_an_impossible_cohort_is_refused_by_name(cohort):
+    method, fed = type("Own", (Chain,), {"cohort": cohort})(), mixed()
+    with pytest.raises(ValueError, match="cohort="):
+        fed.play(method, fed.start(method), 1)
+
+
+def test_uploads_of_different_shapes_are_refused_by_name():
+    """Extractors of different models cannot be one upload."""
+
+    class Sends(Alone):
+        def local(self, clients, kept, message):
+            return kept, kept, kept
+
+    fed = mixed(("mlp-5", "mlp-2"))
+    with pytest.raises(ValueError, match=r"Sends\.local: its upload"):
+        fed.play(Sends(), fed.start(Sends()), 1)

@@ -103,3 +103,49 @@ def test_numpy_numbers_are_numbers(tmp_path):
     )
     run(make("fedavg"), fed, np.int64(2), out=tmp_path)
     assert run(make("fedavg"), fed, 2, out=tmp_path).loaded is not None
+
+
+def mixed(*names):
+    return federation([models.build(name, (2,), 2) for name in names])
+
+
+def test_which_clients_have_which_model_counts():
+    """Their order and number too: clients get them in turn."""
+    feds = [mixed(*n) for n in (("mlp",), ("mlp-1", "mlp"), ("mlp", "mlp-1"), ("mlp", "mlp-1", "mlp-1"), ("mlp",) * 2)]
+    names = [digest(describe(make("local"), fed, 2)) for fed in feds]
+    assert len(set(names)) == 5
+    assert [describe(make("local"), fed, 2)["model"]["name"] for fed in feds[:3]] == ["mlp", "mlp-1+mlp", "mlp+mlp-1"]
+
+
+def test_a_list_of_one_model_is_that_model():
+    assert describe(make("local"), mixed("mlp"), 2) == describe(make("local"), federation(), 2)
+
+
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_initial_weights_of_every_model_count(changed):
+    names = set()
+    for seed in (0, 1):
+        seeds = [seed if k == changed else 0 for k in range(3)]
+        nets = [models.build(n, (2,), 2, seed=s) for n, s in zip(("mlp", "mlp-2", "mlp-3"), seeds, strict=True)]
+        names.add(digest(describe(make("local"), federation(nets), 2)))
+    assert len(names) == 2
+
+
+def test_code_and_attributes_of_every_model_count():
+    """Of the second one, of a class that only it has."""
+    names = set()
+    for scale in (1.0, 100.0):
+        torch.manual_seed(0)
+        own = models.from_modules(nn.Sequential(Scaled(scale), nn.Linear(2, 3)), nn.Linear(3, 2), (2,), 2)
+        names.add(digest(describe(make("local"), federation([models.build("mlp", (2,), 2), own]), 2)))
+    codes = {describe(make("local"), fed, 2)["code"] for fed in (mixed("mlp", "mlp-1"), federation([own, own]))}
+    assert len(names) == len(codes) == 2
+
+
+def test_engines_of_all_models_are_named():
+    net = models.from_modules(nn.Sequential(nn.Unflatten(1, (1, 1, 2)), nn.Conv2d(1, 2, 1)), nn.Flatten(), (2,), 4)
+    tiny = data.Dataset("tiny", X.clone(), np.arange(40) % 4, (0, 1, 2, 3))
+    split = partition.iid(tiny.y, 4)
+    for engine, name in (("auto", "loop+threads"), ("loop", "loop"), ("threads", "threads")):
+        fed = Federation(tiny, split, [models.build("mlp", (2,), 4), net], engine=engine, device="cpu")
+        assert describe(make("local"), fed, 2)["engine"] == name

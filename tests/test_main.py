@@ -1,5 +1,6 @@
 """The command line: what it prints, what it refuses in one line, and where its results go."""
 
+import json
 import os
 import re
 import subprocess
@@ -84,6 +85,27 @@ def test_settings_of_a_method_change_its_result():
     assert LAST.fullmatch(plain)["after"] != LAST.fullmatch(weighted)["after"]
 
 
+def test_clients_have_one_of_the_models_in_turn(tmp_path):
+    """Nothing of the extractors travels: 650 numbers of the header down, 65 up for each class that a client has."""
+    arguments = ["run", "fedgh", *SMALL, "--model", "mlp-1+mlp-2", "--out", tmp_path]
+    *_, last = printed(*arguments)
+    numbers = LAST.fullmatch(last)
+    assert int(numbers["down"]) == 2 * 4 * 650 * 4
+    assert int(numbers["up"]) % (65 * 4) == 0 and 0 < int(numbers["up"]) <= 2 * 4 * 650 * 4
+    (folder,) = tmp_path.iterdir()
+    assert json.loads((folder / "config.json").read_text())["model"]["name"] == "mlp-1+mlp-2"
+    assert printed(*arguments)[-1] == last
+
+
+def test_rates_that_differ_by_default_must_be_given(tmp_path):
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "images.npz", x=rng.random((60, 16, 16)), y=[0, 1] * 30)
+    arguments = ["run", "local", *SMALL, "--dataset", tmp_path / "images.npz", "--partition", "iid", "--epochs", "0"]
+    mixed = [*arguments, "--model", "cnn-5+mlp-5"]
+    assert refused(*mixed) == "lr=None: must be given, for cnn-5+mlp-5 have different rates by default"
+    assert LAST.fullmatch(printed(*mixed, "--lr", "0.02")[-1])
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -109,6 +131,11 @@ def test_values_are_yaml_and_numbers_in_any_notation(text, value):
         ("local --dataset x", "dataset='x': must be one of 'digits'"),
         ("local --dataset x.npz", "dataset='x.npz': no such file"),
         ("local --model x", "model='x': must be one of"),
+        ("local --model mlp-1+x", "model='x': must be one of"),
+        ("local --model mlp-1+", "model='': must be one of"),
+        ("local --model mlp+cnn-1", "model='cnn-1"),
+        ("local --model mlp+mlp-1+mlp-2 --clients 2", "model: 3 models for 2 clients, must be 1 to as many"),
+        ("fedavg --model mlp-1+mlp-2", "model=mlp-1, mlp-2: FedAvg needs one model for all clients"),
         ("local --model cnn", "model='cnn': does not fit inputs of shape (1, 8, 8)"),
         ("local --partition x", "partition='x': must be one of 'iid', 'pathological'"),
         ("local --partition iid --beta 1", "beta=1.0: not a setting of partition 'iid'"),

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pflkit import trees
+from pflkit import training, trees
 from pflkit.methods.fedavg import model_loss
 from pflkit.methods.fedrep import extractor_loss, head_loss
 from pflkit.models import build, from_modules
@@ -639,3 +639,352 @@ def test_memory_does_not_grow_from_run_to_run(name, engine):
     for _ in range(4):
         run()
     assert alive() == first
+
+
+# Epochs of each client
+
+
+@ENGINES
+@pytest.mark.parametrize("rule", [{}, {"momentum": 0.9, "weight_decay": 0.1}], ids=["plain", "momentum"])
+def test_each_client_has_its_own_number_of_epochs(engine, rule):
+    """As if all had it; with none, nothing about a client changes, and it has no loss."""
+    model, each = make_model("mlp"), [2, 0, 1, 3, 0]
+    params = start(model, dtype=torch.float32)
+    clients = sampled(model, engine=engine, dtype=torch.float32, lr=0.1, epochs=7, **rule)
+    got = clients.sgd(model_loss, params, epochs=each)
+    for i, number in enumerate(each):
+        alike = sampled(model, engine=engine, dtype=torch.float32, lr=0.1, epochs=number, **rule)
+        want = alike.sgd(model_loss, params)
+        assert trees.unequal(trees.row(got, i), trees.row(want, i)) == 0
+        assert (trees.unequal(trees.row(got, i), trees.row(params, i)) == 0) == (number == 0)
+        if number:
+            assert clients.log["train"][i] == alike.log["train"][i]
+    assert np.isnan(clients.log["train"]).tolist() == [False, True, False, False, True]
+    assert clients.flops().tolist() == (np.array(SIZES) * each * (2 * FC1 + 3 * FC2)).tolist()
+
+
+def test_nobody_has_an_epoch():
+    model = make_model("mlp")
+    clients, params = sampled(model), start(model)
+    for none in (0, [0] * 5):
+        got = clients.sgd(model_loss, params, epochs=none)
+        assert trees.unequal(got, params) == 0 and got[1]["bias"].data_ptr() != params[1]["bias"].data_ptr()
+    assert clients.log == {} and not clients.flops().any()
+
+
+def test_one_number_goes_before_the_experiments_and_none_is_the_experiments():
+    model = make_model("mlp")
+    params = start(model)
+    two = sampled(model, epochs=2).sgd(model_loss, params)
+    for epochs in (2, [2] * 5):
+        assert trees.unequal(sampled(model, epochs=5).sgd(model_loss, params, epochs=epochs), two) == 0
+    assert trees.unequal(sampled(model, epochs=2).sgd(model_loss, params, epochs=None), two) == 0
+
+
+@pytest.mark.parametrize(
+    ("epochs", "message"),
+    [
+        ([1, 2], r"epochs=\[1, 2\]: must be one number, or a list of one for each of 5 clients"),
+        ([], r"epochs=\[\]: must be one number, or a list"),
+        ([1] * 6, r"for each of 5 clients"),
+        ([1, 1, -1, 1, 1], r"epochs=-1: must be a whole number, at least 0"),
+        ([1, 1, 1.5, 1, 1], r"epochs=1\.5: must be a whole number"),
+        ([True] * 5, r"epochs=True: must be a whole number"),
+        ([1, 1, 1.0, 1, 1], r"epochs=1\.0: must be a whole number"),
+        (["2"] * 5, r"epochs='2': must be a whole number"),
+        ((1, 1, 1, 1, 1), r"epochs=\(1, 1, 1, 1, 1\): must be"),
+    ],
+    ids=str,
+)
+def test_impossible_numbers_of_epochs_are_refused(epochs, message):
+    model = make_model("mlp")
+    with pytest.raises(ValueError, match=message):
+        sampled(model).sgd(model_loss, start(model), epochs=epochs)
+
+
+# Until
+
+
+def test_until_ends_a_clients_training_by_hand():
+    """With eta = 1/2 and one step an epoch, w - 4 halves and the loss, seen before each step, quarters."""
+    seen = {}
+
+    def low(losses):
+        seen.setdefault(losses[0], []).append(list(losses))
+        return losses[-1] < 0.1
+
+    clients = sampled(make_model("mlp"), sizes=(1,) * 3, lr=0.5, epochs=6)
+    params = {"w": torch.tensor([0.0, 4.0, -1020.0], dtype=torch.float64)}
+    got = clients.sgd(quadratic, params, until=low)["w"].tolist()
+    # 8, 2, 1/2, 1/8, 1/32: five steps; 0: one step; 2^19, 2^17, ... after six steps still high
+    assert got == [4 - 4 / 2**5, 4, 4 - 1024 / 2**6]
+    first = [8, 2, 0.5, 0.125, 0.03125]
+    assert seen[8] == [first[:k] for k in range(1, 6)] and seen[0] == [[0]]
+    assert seen[2.0**19][-1] == [2.0 ** (19 - 2 * k) for k in range(6)]
+    assert clients.log["train"] == pytest.approx([np.mean(first), 0, np.mean(seen[2.0**19][-1])], rel=1e-12)
+    assert clients.sgd(quadratic, params, until=lambda losses: True)["w"].tolist() == [2, 4, -508]
+
+
+@ENGINES
+@pytest.mark.usefixtures("one_thread")
+def test_until_is_the_loop_that_one_would_write(engine):
+    """Epochs of torch.optim.SGD until their mean loss, over samples, has fallen by a third, or there were 9."""
+
+    def fallen(losses):
+        return losses[-1] < losses[0] * 2 / 3
+
+    model, stops = make_model("mlp"), []
+    clients = sampled(model, lr=0.1, engine=engine)
+    params = start(model)
+    got = clients.sgd(model_loss, params, epochs=9, until=fallen)
+    for i, n in enumerate(SIZES):
+        network = plain_network("mlp").double()
+        load(network, trees.row(params, i))
+        every, means = list(batches_of(5, 2, i, "train", 9, n, 10, False)), []
+        of_epoch = len(every) // 9
+        while len(means) < 9 and not (means and fallen(means)):
+            batches = every[len(means) * of_epoch :][:of_epoch]
+            means.append(by_hand(network, *clients.data[i], batches, lr=0.1)[0])
+        want = tuple(p.detach() for p in network.parameters())
+        assert trees.unequal(tuple(trees.leaves(trees.row(got, i))), want) < 1e-12
+        assert clients.log["train"][i] == pytest.approx(np.mean(means), abs=1e-12)
+        stops.append(len(means))
+    assert len(set(stops)) > 1 and max(stops) == 9  # some stop, at different times, and some go on to the end
+    assert clients.flops().tolist() == (np.array(SIZES) * stops * (2 * FC1 + 3 * FC2)).tolist()
+
+
+def test_until_does_not_depend_on_the_others():
+    model = make_model("mlp")
+    rule = {"until": lambda losses: losses[-1] < 0.9 * losses[0], "epochs": [9, 9, 0, 9, 9]}
+    params = start(model)
+    among = sampled(model, lr=0.1).sgd(model_loss, params, **rule)
+    alone = sampled(model, SIZES[3:4], ids=[3], lr=0.1).sgd(
+        model_loss, trees.take(params, [3]), **rule | {"epochs": [9]}
+    )
+    assert trees.unequal(trees.take(among, [3]), alone) == 0
+    assert trees.unequal(trees.row(among, 2), trees.row(params, 2)) == 0
+
+
+def test_until_is_not_asked_about_epochs_without_a_step():
+    def never(losses):
+        raise AssertionError("asked")
+
+    model = make_model("mlp")
+    clients = sampled(model, sizes=(1, 7), drop_last=True)
+    clients.sgd(model_loss, start(model, 2), until=never, epochs=3)
+
+
+# Numbers that stand still
+
+
+def pulled(model, params, batch, anchor, mu, power):
+    return quadratic(model, params, batch) + mu / 2 * (params["w"] - anchor["w"]) ** power
+
+
+@ENGINES
+def test_numbers_stand_still_for_all_clients(engine):
+    """The gradient is w - 4 + mu (w - anchor): from 0, mu = 3, anchor = i, eta = 1/4: 1 + 3/4 i, the fixed point."""
+    clients = sampled(make_model("mlp"), engine=engine, lr=0.25, batch_size=100)
+    anchors = {"w": torch.arange(5, dtype=torch.float64)}
+    for mu in (3, 3.0, np.float64(3)):
+        got = clients.sgd(pulled, numbers(0, 5), anchors, mu, 2)["w"]
+        assert got.tolist() == [1 + 0.75 * i for i in range(5)]
+    assert clients.sgd(pulled, numbers(0, 5), anchors, False, 2)["w"].tolist() == [1] * 5
+    as_trees = {"mu": torch.full((5,), 3.0, dtype=torch.float64)}
+
+    def with_tree(model, params, batch, anchor, mu):
+        return pulled(model, params, batch, anchor, mu["mu"], 2)
+
+    assert trees.unequal(clients.sgd(with_tree, numbers(0, 5), anchors, as_trees), {"w": got}) == 0
+    assert clients.flops().tolist() == [0] * 5  # counted, with numbers too: no matrix product here
+
+
+@pytest.mark.parametrize("number", [np.float32(3), np.int64(3)], ids=["float32", "int64"])
+def test_numpys_numbers_are_numbers(number):
+    clients = sampled(make_model("mlp"), sizes=(1,), lr=0.25)
+    assert clients.sgd(pulled, numbers(0), numbers(0), number, 2)["w"].tolist() == [1]
+
+
+# The mean of each class
+
+
+def representations(model, extractor, x):
+    return model.extract(extractor, x)
+
+
+def logits(model, params, x):
+    return model.predict(params, x)
+
+
+def test_class_counts():
+    x = torch.zeros(4, 6)
+    data = [(x, torch.tensor([2, 0, 2, 2])), (x[:1], torch.tensor([1]))]
+    counts = sampled(make_model("mlp"), data=data, sizes=(4, 1)).class_counts
+    assert counts.tolist() == [[1, 0, 3], [0, 1, 0]] and counts.dtype == torch.int64
+
+
+def test_class_mean_by_hand():
+    model = from_modules(nn.Identity(), nn.Linear(2, CLASSES), (2,), CLASSES)
+    x = torch.tensor([[1.0, 10], [2, 20], [6, 60], [3, 30]])
+    data = [(x, torch.tensor([0, 0, 2, 0])), (x[:1], torch.tensor([1])), (x, torch.tensor([2, 2, 2, 2]))]
+    means = sampled(model, data=data, sizes=(4, 1, 4)).class_mean(representations, {})
+    assert means.present.tolist() == [[True, False, True], [False, True, False], [False, False, True]]
+    assert means.values.tolist() == [
+        *[[[2, 20], [0, 0], [6, 60]], [[0, 0], [1, 10], [0, 0]], [[0, 0], [0, 0], [3, 30]]]
+    ]
+
+
+@pytest.mark.usefixtures("one_thread")
+@ENGINES
+@pytest.mark.parametrize("name", ["mlp", "norm", "dropout"])
+def test_class_mean_is_over_samples_and_in_evaluation_mode(name, engine):
+    """Against torch's own modules after eval(), sample by sample: batches of 10 and pieces of 100 leave no trace."""
+    model, sizes = make_model(name), (1, 7, 61, 230)
+    clients, params = sampled(model, sizes, engine=engine), start(model, 4)
+    if name == "norm":
+        params[0]["1.running_mean"] += 0.3
+    before, state = trees.clone(params), torch.get_rng_state()
+    means = clients.class_mean(logits, params)
+    assert torch.equal(torch.get_rng_state(), state) and trees.unequal(params, before) == 0
+    assert means.values.shape == (4, CLASSES, CLASSES) and means.present.shape == (4, CLASSES)
+    absent = 0
+    for i, (x, y) in enumerate(clients.data):
+        network = nn.Sequential(*{"norm": norm, "dropout": dropout}[name]()) if name != "mlp" else plain_network(name)
+        network = network.double().eval()
+        load(network, trees.row(params, i))
+        for k in range(CLASSES):
+            own = [network(x[j : j + 1])[0].detach() for j in range(len(y)) if y[j] == k]
+            assert bool(means.present[i, k]) == bool(own)
+            absent += not own
+            if own:
+                assert (means.values[i, k] - sum(own) / len(own)).abs().max() < 1e-12
+    assert absent >= 2
+
+
+@pytest.mark.parametrize("rows", [1, 7, 61, 1000])
+def test_class_mean_does_not_depend_on_the_pieces(rows, monkeypatch):
+    model, sizes = make_model("mlp"), (7, 61, 230)
+    params = start(model, 3)
+    want = sampled(model, sizes).class_mean(representations, params[0])
+    monkeypatch.setattr(training, "ROWS", rows)
+    got = sampled(model, sizes, batch_size=3).class_mean(representations, params[0])
+    assert (got.values - want.values).abs().max() < 1e-12 and torch.equal(got.present, want.present)
+
+
+def test_class_mean_of_equal_samples_is_that_sample_to_the_bit():
+    model = from_modules(nn.Identity(), nn.Linear(1, CLASSES), (1,), CLASSES)
+    for n in (3, 10, 1001):
+        data = [(torch.full((n, 1), 0.1), torch.ones(n, dtype=torch.int64))]
+        means = sampled(model, data=data, sizes=(n,)).class_mean(representations, {})
+        assert means.values.dtype == torch.float32 and torch.equal(means.values[0, 1], torch.tensor([0.1]))
+
+
+@ENGINES
+def test_class_mean_of_a_client_is_its_own(engine):
+    model, sizes = make_model("cnn-small"), (2, 230, 10)
+    params = start(model, 3, torch.float32)
+    among = sampled(model, sizes, engine=engine, dtype=torch.float32).class_mean(representations, params[0])
+    alone = sampled(model, sizes[1:2], ids=[1], engine=engine, dtype=torch.float32)
+    assert trees.unequal(alone.class_mean(representations, trees.take(params[0], [1])), trees.take(among, [1])) == 0
+    assert not among.values.requires_grad
+
+
+def test_class_mean_counts_its_flops():
+    model = make_model("mlp")
+    clients, (extractor, head) = sampled(model), start(model)
+    clients.class_mean(representations, extractor)
+    assert clients.flops().tolist() == (np.array(SIZES) * FC1).tolist() and clients.log == {}
+    clients.class_mean(logits, (extractor, head))
+    assert clients.flops().tolist() == (np.array(SIZES) * (2 * FC1 + FC2)).tolist()
+    clients.sgd(model_loss, (extractor, head))
+    assert clients.flops().tolist() == (np.array(SIZES) * (4 * FC1 + 4 * FC2)).tolist()
+
+
+# A part of the samples
+
+
+def counted(sizes, ids=None, **options):
+    """Clients whose x are 0, 1, 2, ... and whose labels are x mod 3."""
+    model = from_modules(nn.Identity(), nn.Linear(1, CLASSES), (1,), CLASSES)
+    data = [(torch.arange(float(n))[:, None], torch.arange(n) % CLASSES) for n in sizes]
+    return sampled(model, sizes, ids, data=data, **options)
+
+
+def drawn(clients):
+    return [tuple(x.flatten().int().tolist()) for x, _ in clients.data]
+
+
+@pytest.mark.parametrize(
+    ("share", "sizes"),
+    [
+        (0.8, [1, 6, 8, 9, 49]),  # .8, 5.6, 8, 8.8, 48.8
+        (0.5, [1, 4, 5, 6, 30]),  # .5: one is kept; 3.5, 5.5 and 30.5: halves to even
+        (0.1, [1, 1, 1, 1, 6]),
+        (1e-9, [1, 1, 1, 1, 1]),
+        (1, list(SIZES)),
+        (1.0, list(SIZES)),
+    ],
+)
+def test_a_part_has_the_rounded_share_and_at_least_one(share, sizes):
+    clients = counted(SIZES)
+    for round in (1, 2):
+        some = counted(SIZES, round=round).part(share, "weights")
+        assert some.n.tolist() == sizes == [len(y) for _, y in some.data]
+        for (x, y), rows, n in zip(some.data, drawn(some), SIZES, strict=True):
+            assert list(rows) == sorted(set(rows)) and set(rows) <= set(range(n))  # each at most once, in their order
+            assert torch.equal(y, x[:, 0].long() % CLASSES)  # with its own label
+    assert clients.n.tolist() == list(SIZES) and drawn(clients) == [tuple(range(n)) for n in SIZES]  # stand untouched
+    assert clients.part(0.8, "weights").class_counts.sum(1).tolist() == [1, 6, 8, 9, 49]
+
+
+def test_parts_differ_from_round_to_round_and_by_name_and_client():
+    """61 samples, half of them: two draws are alike once in 10^17."""
+    draws = {
+        (round, name, i): draw
+        for round in (1, 2, 3)
+        for name in ("weights", "validation")
+        for i, draw in enumerate(drawn(counted((61, 61, 61), round=round).part(0.5, name)))
+    }
+    assert len(set(draws.values())) == len(draws) == 18
+    clients = counted((61,))
+    assert drawn(clients.part(0.5, "weights")) == drawn(clients.part(0.5, "weights"))  # drawn once a round
+    clients.seed += 1
+    assert drawn(clients.part(0.5, "weights")) != drawn(counted((61,)).part(0.5, "weights"))
+
+
+def test_every_sample_has_its_turn():
+    seen = [set(drawn(counted((20,), round=t).part(0.5, "w"))[0]) for t in range(1, 40)]
+    assert set.union(*seen) == set(range(20)) and not set.intersection(*seen)  # else by a chance of 20 / 2^39
+
+
+def test_a_part_does_not_depend_on_who_else_joins():
+    among = drawn(counted(SIZES).part(0.5, "weights"))
+    for ids in ([4], [1, 3], [3, 1, 2]):
+        sizes = [SIZES[i] for i in ids]
+        assert drawn(counted(sizes, ids).part(0.5, "weights")) == [among[i] for i in ids]
+
+
+def test_a_part_behind_an_extractor_is_the_same_part():
+    model = make_model("mlp")
+    clients, (extractor, head) = sampled(model), start(model)
+    one = clients.part(0.8, "w").through(extractor)
+    other = clients.through(extractor).part(0.8, "w")
+    for (z, y), (a, b) in zip(one.data, other.data, strict=True):
+        assert torch.allclose(z, a, rtol=0, atol=1e-12) and torch.equal(y, b)
+    assert trees.unequal(one.sgd(head_loss, head), other.sgd(head_loss, head)) < 1e-12
+
+
+def test_training_on_a_part_is_training_of_clients_with_just_that():
+    """One log and one count of FLOPs for all that the clients did."""
+    model = make_model("mlp")
+    clients, params = sampled(model, lr=0.1), start(model)
+    some = clients.part(0.5, "w")
+    assert some.log is clients.log
+    got = some.sgd(model_loss, params, phase="part")
+    same = sampled(model, lr=0.1, sizes=some.n, data=some.data)
+    assert trees.unequal(got, same.sgd(model_loss, params, phase="part")) == 0
+    assert clients.log["part"].tolist() == same.log["part"].tolist()
+    clients.sgd(model_loss, params)
+    assert list(clients.log) == ["part", "train"]
+    counted = some.n + np.array(SIZES)
+    assert clients.flops().tolist() == some.flops().tolist() == (counted * (2 * FC1 + 3 * FC2)).tolist()

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pflkit import trees
+from pflkit.messages import Rows
 from pflkit.models import Trained
 
 ONE = torch.ones(1)
@@ -115,6 +116,33 @@ def test_expand_shares_and_repeat_does_not():
     assert trees.unequal(seen, copies) == 0 and seen["a"].shape == (4, 2, 2)
     copies["a"][0] = -1
     assert trees.unequal(trees.row(copies, 1), one) == 0
+
+
+def test_join_puts_each_client_in_its_place():
+    a, b = {"x": torch.tensor([[1.0], [3.0]]), "y": ()}, {"x": torch.tensor([[2.0]]), "y": ()}
+    assert trees.join([a, b], np.array([0, 2, 1]))["x"].tolist() == [[1], [2], [3]]
+    assert trees.join([b, a], [1, 0, 2])["x"].tolist() == [[1], [2], [3]]
+    assert trees.join([(), ()], [0, 1]) == ()
+
+
+def test_join_undoes_a_split():
+    t, parts = tree(7), [[4], [0, 3, 6], [1, 2, 5]]
+    order = np.argsort(np.concatenate(parts))
+    joined = trees.join([trees.take(t, ids) for ids in parts], order)
+    assert trees.unequal(joined, t) == 0 and joined["b"][0]["n"].dtype == torch.int64
+    assert memory(joined).isdisjoint(memory(t))
+
+
+def test_join_keeps_what_a_named_tuple_is():
+    pair = Rows(torch.zeros(1, 2, 3), torch.ones(1, 2, dtype=torch.bool))
+    joined = trees.join([pair, pair], [1, 0])
+    assert isinstance(joined, Rows) and joined.values.shape == (2, 2, 3) and joined.present.dtype == torch.bool
+    assert isinstance(trees.take(pair, [0]), Rows) and isinstance(trees.row(pair, 0), Rows)
+
+
+def test_join_refuses_other_structures():
+    with pytest.raises(ValueError, match="different structure"):
+        trees.join([{"x": torch.ones(1)}, {"y": torch.ones(1)}], [0, 1])
 
 
 def test_clone_full_like():

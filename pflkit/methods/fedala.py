@@ -31,6 +31,7 @@ Where released code differs, and what we do:
     elements of the head are compared.
   - They run steps 2 and 3 for all clients in every round, and overwrite the models of those not sampled. Here a client
     that is not sampled is not touched.
+  - They drop the last short batch. Here it is used (`Training.drop_last` restores that).
   - They score (r^t, ĥ_i), our `before`.
   - KarhouTam/FL-bench 06e658b (2025-10-09) keeps W, and the model it calls local, on a worker that all clients share.
     Here each client has its own.
@@ -50,19 +51,19 @@ from pflkit.trees import average, full_like, leaves
 
 
 def stable(losses, epochs=10, threshold=0.1):
-    """Have the last `epochs` of a client's mean losses a standard deviation below `threshold`?
+    """Have the last `epochs` of more than `epochs` mean losses a standard deviation below `threshold`?
 
-    Both defaults are the released code's.
+    The rule and both numbers are the released code's.
 
-    >>> stable([1.0] * 9), stable([1.0] * 10), stable([2.0, 1.0] * 5)
+    >>> stable([1.0] * 10), stable([1.0] * 11), stable([2.0, 1.0] * 6)
     (False, True, False)
     """
-    return len(losses) >= epochs and statistics.pstdev(losses[-epochs:]) < threshold
+    return len(losses) > epochs and statistics.pstdev(losses[-epochs:]) < threshold
 
 
 def differ(a, b):
     """Which clients' trees are not the same, element by element: bool [C]."""
-    return torch.stack([(x != y).flatten(1).any(1) for x, y in zip(leaves(a), leaves(b), strict=True)]).any(0)
+    return torch.stack([(x != y).reshape(len(x), -1).any(1) for x, y in zip(leaves(a), leaves(b), strict=True)]).any(0)
 
 
 @dataclass(frozen=True)

@@ -44,11 +44,16 @@ from pflkit.methods.fedavg import model_loss
 from pflkit.trees import clone, leaves, put, repeat, tree_map
 
 
+def rows(t):
+    """A tensor [N, ...] as a matrix [N, numbers]."""
+    return t.reshape(len(t), -1)
+
+
 def mixed(A, theta):
     """θ̄ = A Θ (Eq. 5), leaf by leaf: A [C, N], theta a tree [N, ...] -> a tree [C, ...]. Integer leaves are rounded."""
 
     def leaf(t):
-        product = A @ t.flatten(1).to(A.dtype)
+        product = A @ rows(t).to(A.dtype)
         return (product if t.is_floating_point() else product.round()).to(t.dtype).view(len(A), *t.shape[1:])
 
     return tree_map(leaf, theta)
@@ -61,7 +66,7 @@ def slopes(theta, sent, returned, trained):
     """
 
     def leaf(t, a, b, counts):
-        return (a - b).flatten(1) @ t.flatten(1).T if counts else 0
+        return rows(a - b) @ rows(t).T if counts else 0
 
     return sum(leaves(tree_map(leaf, theta, sent, returned, trained)))
 
@@ -70,25 +75,25 @@ def proxy(sent, returned, trained):
     """P = ½ ‖θ̄_i − θ_i‖² of C clients: [C]."""
 
     def leaf(a, b, counts):
-        return (a - b).flatten(1).square().sum(1) if counts else 0
+        return rows(a - b).square().sum(1) if counts else 0
 
     return sum(leaves(tree_map(leaf, sent, returned, trained))) / 2
 
 
-def normalized(rows, ids, self_weight=0.5, normalize="sum"):
-    """Steps 5 and 6: rows [C, N] of the clients `ids`, clipped, with the self weight, and of sum 1.
+def normalized(raw, ids, self_weight=0.5, normalize="sum"):
+    """Steps 5 and 6: the `raw` rows [C, N] of the clients `ids`, clipped, with the self weight, and of sum 1.
 
     >>> normalized(torch.tensor([[0.95, 0.2]]), [0])                    # (.5, .2) / .7
     tensor([[0.7143, 0.2857]])
     >>> normalized(torch.tensor([[0.95, 0.2]]), [0], normalize="others")
     tensor([[0.5000, 0.5000]])
     """
-    rows, own = rows.clamp(0, 1), (range(len(ids)), ids)
-    rows[own] = self_weight if normalize == "sum" else 0
+    A, own = raw.clamp(0, 1), (range(len(ids)), ids)
+    A[own] = self_weight if normalize == "sum" else 0
     if normalize == "others":
-        rows = (1 - self_weight) * rows / rows.sum(1, keepdim=True).where(rows.any(1, keepdim=True), 1)
-        rows[own] = 1 - rows.sum(1)
-    return rows / rows.sum(1, keepdim=True)
+        A = (1 - self_weight) * A / A.sum(1, keepdim=True).where(A.any(1, keepdim=True), 1)
+        A[own] = 1 - A.sum(1)
+    return A / A.sum(1, keepdim=True)
 
 
 @dataclass(frozen=True)
@@ -139,10 +144,10 @@ class FedAPA:
         step = self.server_lr * slopes(theta, message, upload, trained)
         raw = server["A"][ids] + (step if self.sign == "paper" else -step)
         before, after = (proxy(sent, upload, trained) for sent in (message, mixed(raw, theta)))  # to be watched only
-        rows = normalized(raw, ids, self.self_weight, self.normalize)
-        change = (after - before) / before.where(before > 0, 1)
+        change = ((after - before) / before.where(before > 0, 1)).nan_to_num()  # it must not end a run
+        A = normalized(raw, ids, self.self_weight, self.normalize)
         learned = clone({name: server[name] for name in ("extractors", "A", "proxy_change")})
-        put(learned, ids, {"extractors": upload, "A": rows, "proxy_change": change})
+        put(learned, ids, {"extractors": upload, "A": A, "proxy_change": change})
         return {**learned, "trained": trained}
 
     def deploy(self, clients, kept, message):

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import nn
 from torch.nn.functional import linear, one_hot, softmax
 
 from pflkit.checks import integer, real
@@ -89,9 +90,10 @@ class FedGH:
         integer("header_epochs", self.header_epochs, 1)
 
     def server(self, fed):
-        headers = [{name: t.shape for name, t in group.init()[1].items()} for group in fed.groups]
-        for group, header in zip(fed.groups, headers, strict=True):
-            if header.keys() != {"weight", "bias"} or header != headers[0]:
+        for group in fed.groups:
+            head = group.model.head.module
+            linear = type(head) is nn.Linear and head.bias is not None
+            if not linear or group.model.features != fed.model.features:
                 raise ValueError(
                     f"model={group.model.name!r}: FedGH needs one linear layer with a bias as the head, of the same "
                     f"size in all models; {fed.model.name!r} gives {fed.model.features} features, this one "
