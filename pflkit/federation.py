@@ -11,7 +11,7 @@ from pflkit.checks import choice, integer, real
 from pflkit.messages import arrived, nbytes, received, split
 from pflkit.models import Model
 from pflkit.streams import rng
-from pflkit.training import Clients, Engine, Training, evaluate
+from pflkit.training import Clients, Engine, Training, evaluate, one_thread
 
 
 @dataclass
@@ -201,6 +201,7 @@ class Federation:
             _check(method, "client", part, len(group.ids))
         return State(server, _unshared(self.whole(kept)))
 
+    @one_thread()
     def play(self, method, state, rounds):
         """One round of `method`: changes `state`, returns what happened.
 
@@ -250,6 +251,7 @@ class Federation:
         state.server = server
         return parts
 
+    @one_thread()
     def deployed(self, method, state, rounds):
         """The models [N, ...] that all clients would use on receiving the next message, before training on it."""
         everyone, models = np.arange(self.num_clients), []

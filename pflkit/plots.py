@@ -85,10 +85,12 @@ def sizes(partition, ax=None):
 
 
 def look(name):
-    """Colour, marker and line of a method; a variant of it, such as "fedah, weight_lr=1", has its line dashed."""
+    """Colour, marker and line of a method; a variant of it, such as "fedah, weight_lr=1", has its line dashed, and one
+    that has something switched off, such as "fedgh, header_lr=0", dotted.
+    """
     base = re.split(r"[ ,(]", name)[0]
     i = METHODS.index(base) if base in METHODS else len(METHODS)
-    line = "-" if name == base else "--"
+    line = "-" if name == base else ":" if name.endswith("=0") else "--"
     return {"color": COLOURS[i % len(COLOURS)], "marker": "osD^vPX<>"[i % 9], "linestyle": line}
 
 
@@ -110,6 +112,33 @@ def curves(runs, point=None, ax=None):
             _band(ax, line, label=label, markevery=every, **look(name))
         ax.set(xlabel="rounds of training", ylabel="accuracy, mean over clients (%)")
         ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    return ax.figure
+
+
+def against_bytes(runs, point=None, ax=None):
+    """Accuracy by all bytes sent so far, down and up and by all clients: the mean over seeds, in a band of one standard
+    deviation. `runs` and `point` as in `curves`. A method that sends nothing is a level line at its last accuracy; on
+    the logarithmic axis there is no place for what others have before they send anything.
+    """
+    points = {name: histories[0].product for name, histories in tables.lists(runs).items()}
+    groups = tables.against_bytes(runs, point).groupby(["method", "rounds"])
+    stats = 100 * groups["accuracy"].agg(["mean", "std"]).fillna(0)
+    stats["MB"] = groups["bytes"].mean() / 1e6
+    last = stats["mean"].groupby("method").last().sort_values(ascending=False)
+    with axes(ax) as ax:
+        for name in last.index:
+            line = stats.loc[name].set_index("MB")
+            label = name if point else f"{name} ({points[name]})"
+            if line.index.max() == 0:
+                free = {k: v for k, v in look(name).items() if k != "marker"}
+                ax.axhline(last[name], label=f"{label}: no bytes", linewidth=1.6, **free)
+            else:
+                line = line[line.index > 0]
+                _band(ax, line, label=label, markevery=max(1, len(line) // 8), **look(name))
+        ax.set(xscale="log", xlabel="sent so far, all clients, both ways (MB)")
+        ax.set(ylabel="accuracy, mean over clients (%)")
+        ax.xaxis.set_major_formatter("{x:g}")
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return ax.figure
 
@@ -267,6 +296,24 @@ def by_setting(runs, xlabel, fixed=(), ax=None):
         ax.set(xlabel=xlabel, ylabel="accuracy, mean over clients (%)")
         ax.grid(axis="x", visible=False)
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    return ax.figure
+
+
+def heat(values, ax=None, low=None, high=None, label=None):
+    """A matrix over pairs of clients, [N, N] (a tensor, or an array), as colours from `low` to `high`, by default those
+    that occur; NaN is grey. With `label`, a bar beside it tells what the colours mean.
+    """
+    values = np.ma.masked_invalid(np.asarray(values))
+    with axes(ax, 5.2, 4.2) as ax:
+        colours = mpl.colormaps["viridis"].with_extremes(bad="0.85")
+        image = ax.imshow(values, cmap=colours, vmin=low, vmax=high)
+        ax.set(xlabel="client $j$", ylabel="client $i$")
+        for axis, n in ((ax.xaxis, values.shape[1]), (ax.yaxis, values.shape[0])):
+            axis.set_major_locator(MaxNLocator(min(n, 5), integer=True))
+        ax.grid(visible=False)
+        ax.spines[:].set_visible(False)
+        if label:
+            ax.figure.colorbar(image, ax=ax, label=label).outline.set_visible(False)
     return ax.figure
 
 

@@ -54,6 +54,20 @@ def curves(runs, point=None):
     return pd.concat(parts)[["method", "seed", "rounds", "accuracy"]].reset_index(drop=True)
 
 
+def against_bytes(runs, point=None):
+    """Numbers behind `plots.against_bytes`: method, seed, rounds of training, bytes of all clients so far, down and up,
+    accuracy (client mean). An accuracy `before` is after so many rounds' messages; the next one is not counted yet.
+    """
+    parts = []
+    for name, histories in lists(runs).items():
+        for seed, history in enumerate(histories):
+            sent = history.rounds.dropna(subset="joined").set_index("round")[["bytes_down", "bytes_up"]].sum(axis=1)
+            curve = history.curve(point).rename_axis("rounds").rename("accuracy").reset_index()
+            so_far = sent.cumsum().reindex(curve["rounds"], fill_value=0).astype("int64").to_numpy()
+            parts.append(curve.assign(method=name, seed=seed, bytes=so_far))
+    return pd.concat(parts)[["method", "seed", "rounds", "bytes", "accuracy"]].reset_index(drop=True)
+
+
 def per_client(runs):
     """Accuracies behind `plots.per_client`: method, client, n_train, n_test, accuracy in the last round; first seed."""
     parts = []

@@ -5,6 +5,7 @@ the bit whoever else trains, in whatever order, on one thread or many.
 """
 
 import contextlib
+import contextvars
 import copy
 import functools
 import numbers
@@ -71,8 +72,8 @@ class Engine:
     def each(self, f, sizes):
         """f(i) for every client i, the largest `sizes[i]` first. The first exception of any client is raised."""
         largest_first = np.argsort(-np.asarray(sizes), kind="stable").tolist()
-        workers = min(torch.get_num_threads(), len(largest_first))
-        with _one_thread():
+        workers = min(_outside.get() or torch.get_num_threads(), len(largest_first))
+        with one_thread():
             if self.name == "loop" or workers < 2:
                 return [f(i) for i in largest_first]
             return list(_pool(os.getpid(), workers).map(f, largest_first))
@@ -191,7 +192,7 @@ class Clients:
         """The FLOPs [C] of all that was trained so far: each kind of step is measured once, on two samples."""
         for work, step, _ in self._work:
             if work not in self._flop_cache:
-                with _one_thread(), torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
+                with one_thread(), torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
                     step()
                 self._flop_cache[work] = counter.get_total_flops() / 2
         return sum((self._flop_cache[work] * samples for work, _, samples in self._work), np.zeros(len(self.data)))
@@ -364,14 +365,23 @@ def _own(tree, channels_last):
     return trees.tree_map(clone, tree)
 
 
+_outside = contextvars.ContextVar("threads", default=None)
+
+
 @contextlib.contextmanager
-def _one_thread():
+def one_thread():
+    """Within: one intra-op thread, so that small arithmetic waits for no other, and sums do not depend on their number.
+
+    How many clients an Engine trains at once is still what torch allowed outside.
+    """
     before = torch.get_num_threads()
+    outside = _outside.set(_outside.get() or before)
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+        _outside.reset(outside)
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pflkit import data, models, partition, trees
+from pflkit import data, models, partition, training, trees
 from pflkit.federation import Federation
 from pflkit.messages import Rows, Shared, received
 from pflkit.methods.fedavg import model_loss
@@ -777,3 +777,28 @@ def test_uploads_of_different_shapes_are_refused_by_name():
     fed = mixed(("mlp-5", "mlp-2"))
     with pytest.raises(ValueError, match=r"Sends\.local: its upload"):
         fed.play(Sends(), fed.start(Sends()), 1)
+
+
+def test_the_server_works_on_one_thread_and_the_engine_on_those_allowed(monkeypatch):
+    """Sums over several threads depend on their number; and tiny ones wait for each other."""
+    seen, pools = [], []
+
+    class Asks(Echo):
+        def merge(self, server, ids, message, upload, n):
+            seen.append(torch.get_num_threads())
+            return server
+
+        def local(self, clients, kept, message):
+            clients.engine.each(lambda i: None, clients.n)
+            return kept, kept, message
+
+    pool = training._pool
+    monkeypatch.setattr(training, "_pool", lambda pid, workers: pools.append(workers) or pool(pid, workers))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        fed = federation(6, engine="threads")
+        fed.play(Asks(), fed.start(Asks()), 1)
+        assert (seen, pools, torch.get_num_threads()) == ([1], [2], 2)
+    finally:
+        torch.set_num_threads(before)

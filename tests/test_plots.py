@@ -10,7 +10,8 @@ import pandas as pd
 import pytest
 import torch
 
-from pflkit import data, partition, plots
+from pflkit import data, partition, plots, tables
+from pflkit.experiment import History
 
 HAND = partition.custom([0, 0, 1, 1, 2, 2, 2, 0], train=[[0, 1], [4, 5]], test=[[2], [6, 3]])
 SETTINGS = [(10, 10), (20, 10), (100, 10), (20, 100), (100, 100)]
@@ -151,6 +152,61 @@ def test_lines_show_mean_and_spread_at_each_value():
         assert [label.get_text() for label in ax.get_xticklabels()] == ["0.1", "10"]
         assert ax.get_xscale() == "log"
     assert line.get_color() == plots.look("local")["color"]
+
+
+def test_heat_shows_the_matrix_and_leaves_out_what_is_not_a_number():
+    values = torch.tensor([[float("nan"), 2.0], [0.5, float("nan")]])
+    figure = plots.heat(values, low=0, high=4, label="share")
+    ax, bar = figure.axes
+    shown = ax.images[0]
+    assert shown.get_array().mask.tolist() == [[True, False], [False, True]]
+    assert shown.get_array().compressed().tolist() == [2.0, 0.5]
+    assert shown.get_clim() == (0, 4)
+    assert bar.get_ylabel() == "share"
+    colours = shown.to_rgba(shown.get_array())
+    assert colours[0, 0] == pytest.approx([0.85, 0.85, 0.85, 1])
+    assert len(plots.heat(values.nan_to_num().numpy()).axes) == 1
+
+
+def test_variants_of_a_method_are_told_apart_by_their_lines():
+    looks = [plots.look(name) for name in ("fedgh", "fedgh, header_lr=0.1", "fedgh, header_lr=0", "fedgh, epochs=10")]
+    assert [look["linestyle"] for look in looks] == ["-", "--", ":", "--"]
+    assert {(look["color"], look["marker"]) for look in looks} == {(looks[0]["color"], looks[0]["marker"])}
+
+
+def bytes_history(rounds, up, down, accuracies):
+    """Rounds of `up` and `down` bytes; accuracies after 1, 2, ... rounds, None where none was taken."""
+    table = pd.DataFrame({"round": range(1, rounds + 2), "joined": [*[2.0] * rounds, np.nan]})
+    table["bytes_up"], table["bytes_down"] = [*[up] * rounds, np.nan], [*[down] * rounds, np.nan]
+    table["after"], table["before"] = [*accuracies, np.nan], [0.1, *accuracies]
+    return History({}, "after", table.astype(float), pd.DataFrame(), pd.DataFrame(), None, None)
+
+
+def test_accuracy_against_bytes():
+    """Two seeds that send 1 + 3 and 2 + 6 MB a round: 6 MB on average; what sends nothing is a level line."""
+    runs = {"fedgh": [bytes_history(2, k * 1e6, k * 3e6, [0.5 + 0.1 * k, 0.8]) for k in (1, 2)]}
+    runs["local"] = bytes_history(2, 0, 0, [0.4, 0.9])
+    table = tables.against_bytes(runs)
+    assert table[table.method == "fedgh"].bytes.tolist() == [4e6, 8e6, 8e6, 16e6]
+    assert table.columns.tolist() == ["method", "seed", "rounds", "bytes", "accuracy"]
+    ax = plots.against_bytes(runs).axes[0]
+    level, line = ax.lines
+    np.testing.assert_allclose(line.get_xydata(), [[6, 65], [12, 80]])
+    assert set(level.get_ydata()) == {90}
+    assert ax.get_xscale() == "log"
+    texts = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert texts == ["local (after): no bytes", "fedgh (after)"]
+    assert line.get_color() == plots.look("fedgh")["color"]
+
+
+def test_before_anything_was_sent_there_is_an_accuracy_but_no_place_for_it():
+    run = bytes_history(2, 1e6, 3e6, [0.5, 0.8])
+    run.rounds.loc[1, "before"] = np.nan  # a round that was not scored: its bytes count all the same
+    table = tables.against_bytes({"fedgh": run}, "before")
+    assert table[["rounds", "bytes", "accuracy"]].to_numpy().tolist() == [[0, 0, 0.1], [2, 8e6, 0.8]]
+    ax = plots.against_bytes({"fedgh": run}, "before").axes[0]
+    np.testing.assert_allclose(ax.lines[0].get_xydata(), [[8, 80]])
+    assert ax.get_legend().get_texts()[0].get_text() == "fedgh"
 
 
 def test_panels_are_one_figure_that_pyplot_does_not_hold():
