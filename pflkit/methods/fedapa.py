@@ -50,7 +50,10 @@ def rows(t):
 
 
 def mixed(A, theta):
-    """θ̄ = A Θ (Eq. 5), leaf by leaf: A [C, N], theta a tree [N, ...] -> a tree [C, ...]. Integer leaves are rounded."""
+    """θ̄ = A Θ (Eq. 5), leaf by leaf: A [C, N], theta a tree [N, ...] -> a tree [C, ...].
+
+    Integer leaves (batch-norm's counters) are rounded.
+    """
 
     def leaf(t):
         product = A @ rows(t).to(A.dtype)
