@@ -192,7 +192,10 @@ class Federation:
         """The state before the first round. No two tensors of what clients keep share memory: `play` writes to it."""
         if len(self.groups) > 1 and not getattr(method, "heterogeneous", False):
             names = ", ".join(group.model.name for group in self.groups)
-            raise ValueError(f"model={names}: {type(method).__name__} needs one model for all clients")
+            raise ValueError(
+                f"model={names}: {type(method).__name__} needs one model for all clients "
+                "(a method that allows several has heterogeneous = True)"
+            )
         if (cohort := getattr(method, "cohort", None)) is not None:
             integer("cohort", cohort, 1)
         server, kept = method.server(self), [method.client(group) for group in self.groups]
@@ -230,7 +233,10 @@ class Federation:
         parts, keeps, uploads = [], [], []
         for g, at, rows in self.by_group(ids):
             clients, own = self.clients(ids[at], t, rounds), split(message, at)
-            keep, upload, held = method.local(clients, trees.take(kept[g], rows), own)
+            given = method.local(clients, trees.take(kept[g], rows), own)
+            if not isinstance(given, tuple) or len(given) != 3:
+                raise ValueError(f"{type(method).__name__}.local: must return (what it keeps, its upload, its model)")
+            keep, upload, held = given
             _check(method, "local: what it keeps", keep, len(at))
             _check(method, "local: its upload", upload, len(at))
             _check(method, "local: its model", held, len(at))

@@ -72,16 +72,16 @@ def fedapa(ax=None):
         block(ax, 5.9, 4.6, r"$\bar{\theta}_i$")
         ax.text(3.9, 3.3, r"1  mix all extractors by row $i$:  $\bar{\theta}_i = \sum_j a_{ij} \theta_j$", ha="center")
         steps = (
-            r"4  one step down  $P(A_i) = \frac{1}{2} \Vert \bar{\theta}_i(A_i) - \theta_i \Vert^2$",
+            r"4  one step down  $P(A_i) = \frac{1}{2} \Vert \bar{\theta}_i(A_i) - \theta'_i \Vert^2$",
             r"5  clip to [0, 1],  reset  $a_{ii} \leftarrow \frac{1}{2}$",
-            r"6  divide the row by its sum;  store $\theta_i$",
+            r"6  divide the row by its sum;  store $\theta'_i$",
         )
         for y, text in zip((2.2, 1.5, 0.8), steps, strict=True):
             ax.text(0.8, y, text, va="center")
         block(ax, 9.2, 4.6, r"$\bar{\theta}_i$")
         own = np.broadcast_to(orange, (3, 4, 3))
         cells(ax, 10.75, 4.6, own, below=r"$\varphi_i$  own head")
-        block(ax, 9.2, 1.6, r"$\theta_i$")
+        block(ax, 9.2, 1.6, r"$\theta'_i$")
         cells(ax, 10.75, 1.6, own * 0.9, below=r"$\varphi_i$  trained")
         ax.plot([0.7, 0.45, 0.45], [2.2, 2.2, 4.7], color="0.25", linewidth=1.3)
         for start, end, text, at in (

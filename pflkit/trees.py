@@ -108,6 +108,8 @@ def average(tree, weights):
     def mean(t):
         if len(t) != len(w):
             raise ValueError(f"weights={weights!r}: {len(w)} weights for {len(t)} clients")
+        if t.dtype == torch.bool:
+            raise ValueError("average: true and false have no mean; average Rows over those who have each of them")
         total = torch.zeros(t.shape[1:], dtype=torch.float64, device=t.device)
         for weight, client in zip(w, t, strict=True):
             total.add_(client.to(torch.float64), alpha=float(weight))

@@ -469,7 +469,7 @@ def test_a_method_for_one_model_refuses_several_before_it_does_anything():
         def server(self, fed):
             raise AssertionError("was asked for a server")
 
-    with pytest.raises(ValueError, match=r"^model=mlp-5, mlp-2, mlp: Homogeneous needs one model for all clients$"):
+    with pytest.raises(ValueError, match=r"^model=mlp-5, mlp-2, mlp: Homogeneous needs one model for all clients \("):
         mixed().start(Homogeneous())
 
 
@@ -802,3 +802,14 @@ def test_the_server_works_on_one_thread_and_the_engine_on_those_allowed(monkeypa
         assert (seen, pools, torch.get_num_threads()) == ([1], [2], 2)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("given", [(), "two", "list"])
+def test_local_that_does_not_return_three_things_is_named(given):
+    class Short(Echo):
+        def local(self, clients, kept, message):
+            return {"two": (kept, message), "list": [kept, message, message]}.get(given, ())
+
+    fed = federation(4)
+    with pytest.raises(ValueError, match=r"^Short\.local: must return \(what it keeps, its upload, its model\)$"):
+        fed.play(Short(), fed.start(Short()), 1)

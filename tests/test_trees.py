@@ -179,3 +179,8 @@ def test_lerp_takes_the_end_of_integer_leaves():
     start, end, half = ({"w": torch.tensor([v]), "n": torch.tensor([k])} for v, k in ((1.0, 3), (2.0, 8), (0.5, 1)))
     mixed = trees.lerp(start, end, half)
     assert mixed["w"].item() == 1.5 and mixed["n"].item() == 8 and mixed["n"].dtype == torch.int64
+
+
+def test_average_refuses_what_has_no_mean():
+    with pytest.raises(ValueError, match="true and false have no mean"):
+        trees.average({"present": torch.ones(2, 3, dtype=torch.bool)}, [1, 1])

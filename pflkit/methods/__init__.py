@@ -1,4 +1,26 @@
-"""All methods by name. A new one is a file here, its import, and a line in METHODS."""
+"""All methods by name. A new one is a file here, its import, and a line in METHODS.
+
+What a method has. C clients are sampled; every leaf of a tree of theirs is [C, ...].
+
+    paper, product       strings: what `list` prints; "before" or "after": which accuracy is the method's own
+    server(fed)          the server's tree; fed.init() is the initial (extractor, head)
+    client(group)        what each client keeps; group.each_client(tree) copies a value for each
+    download(server, ids)             a message: tensors [C, ...], Shared(tree), Rows(values, present)
+    local(clients, kept, message)     (what it keeps, its upload, the model it holds), each [C, ...]
+    merge(server, ids, message, upload, n)    the new server's tree; n [C], a numpy array of training samples
+    deploy(clients, kept, message)    the model (extractor, head) [C, ...] before training
+
+and only where a paper needs them
+
+    watch(server, kept)               {name: tree}: values whose distribution is recorded each round
+    joins(round, sampled, everyone)   other ids than the sampled ones
+    cohort               so many clients meet the server at a time, one cohort after the other
+    heterogeneous        True: clients may have different models; `client`, `local`, `deploy` are then called once for
+                         each, and all uploads have one structure
+
+What `clients` offers to `local` and `deploy`: ids, n, class_counts, round, rounds, model; sgd, through, class_mean, part
+(see pflkit.training.Clients).
+"""
 
 import dataclasses
 import numbers

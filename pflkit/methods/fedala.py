@@ -112,6 +112,6 @@ class FedALA:
         apart = differ(*heads)
         epochs = torch.where(kept["began"], 1, self.start_epochs) * apart
         rule = {"lr": self.weight_lr, "epochs": epochs.tolist(), "momentum": 0, "weight_decay": 0, "clip": None}
-        some = clients.part(self.share, "weights").through(extractor)
+        some = clients.part(self.share, "weights").through(extractor)  # in `deploy` the same samples, so the same W
         W = some.sgd(weights_loss, kept["W"], *heads, project=clip01, phase="weights", until=stable, **rule)
         return {"W": W, "began": kept["began"] | apart}, (extractor, aggregate_head(*heads, W))

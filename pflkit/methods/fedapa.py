@@ -6,17 +6,17 @@ Learning on Heterogeneous Data. IJCAI 2025, doi 10.24963/ijcai.2025/692, arXiv 2
 The server keeps all clients' extractors θ_j and for each client i a row of weights A_i, at first a_ii = 1 and the rest
 0. Client i keeps its head φ_i. Round t, for the sampled clients S_t:
     1.  the server mixes and sends            θ̄_i = Σ_j a_ij θ_j                                    (Eq. 5)
-    2.  client i trains both parts jointly    (θ_i, φ_i) <- SGD on f_i from (θ̄_i, φ_i), E epochs
-    3.  keeps φ_i, and uploads                θ_i
-    4.  the server lowers the proxy loss      P(A_i) = ½ ‖θ̄_i(A_i) − θ_i‖²
-        by its gradient in A_i                a_ij <- a_ij − η <θ_j, θ̄_i − θ_i>                     (Eq. 6, 7)
+    2.  client i trains both parts jointly    (θ'_i, φ_i) <- SGD on f_i from (θ̄_i, φ_i), E epochs
+    3.  keeps φ_i, and uploads                θ'_i
+    4.  the server lowers the proxy loss      P(A_i) = ½ ‖θ̄_i(A_i) − θ'_i‖²
+        by its gradient in A_i                a_ij <- a_ij − η <θ_j, θ̄_i − θ'_i>                    (Eq. 6, 7)
     5.  moves each a_ij into [0, 1], sets     a_ii <- ½
-    6.  normalizes the row, and stores θ_i    A_i <- A_i / Σ_j a_ij
+    6.  normalizes the row, and stores        A_i <- A_i / Σ_j a_ij,  θ_i <- θ'_i
 In steps 1 and 4 all clients see the extractors θ_j as they were when the round began.
 
 Travels:   the extractor, down and up. A never leaves the server.
 Keeps:     the client's head φ_i. The server keeps N extractors and N² weights.
-Evaluated: (θ̄_i, φ_i) `before` local training; (θ_i, φ_i) `after` it.
+Evaluated: (θ̄_i, φ_i) `before` local training; (θ'_i, φ_i) `after` it.
 
 Where released code differs, and what we do:
   - Eq. 6 and 7 as printed climb the proxy loss: Δθ is defined with the other sign. The paper's prose, and its code,
@@ -63,9 +63,9 @@ def mixed(A, theta):
 
 
 def slopes(theta, sent, returned, trained):
-    """∂P/∂a_ij = <θ_j, θ̄_i − θ_i> of C clients: [C, N].
+    """∂P/∂a_ij = <θ_j, θ̄_i − θ'_i> of C clients: [C, N].
 
-    theta: the extractors [N, ...]; sent: θ̄ [C, ...]; returned: θ [C, ...]; trained: for each leaf, whether it counts.
+    theta: the extractors [N, ...]; sent: θ̄ [C, ...]; returned: θ' [C, ...]; trained: for each leaf, whether it counts.
     """
 
     def leaf(t, a, b, counts):
@@ -75,7 +75,7 @@ def slopes(theta, sent, returned, trained):
 
 
 def proxy(sent, returned, trained):
-    """P = ½ ‖θ̄_i − θ_i‖² of C clients: [C]."""
+    """P = ½ ‖θ̄_i − θ'_i‖² of C clients: [C]."""
 
     def leaf(a, b, counts):
         return rows(a - b).square().sum(1) if counts else 0
@@ -92,11 +92,14 @@ def normalized(raw, ids, self_weight=0.5, normalize="sum"):
     tensor([[0.5000, 0.5000]])
     """
     A, own = raw.clamp(0, 1), (range(len(ids)), ids)
-    A[own] = self_weight if normalize == "sum" else 0
-    if normalize == "others":
-        A = (1 - self_weight) * A / A.sum(1, keepdim=True).where(A.any(1, keepdim=True), 1)
-        A[own] = 1 - A.sum(1)
-    return A / A.sum(1, keepdim=True)
+    if normalize == "sum":
+        A[own] = self_weight
+        return A / A.sum(1, keepdim=True)
+    A[own] = 0
+    others = A.sum(1, keepdim=True)
+    A = (1 - self_weight) * A / others.where(others > 0, 1)
+    A[own] = 1 - A.sum(1)  # self_weight, or 1 where no other has any weight
+    return A
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,7 @@ class FedAPA:
         if not extractor:
             raise ValueError(f"model={fed.model.name!r}: FedAPA mixes extractors, and this one has no parameters")
         one = leaves(extractor)[0].new_ones(N)
+        # Which leaves are trained: `merge` takes no inner products over batch-norm's statistics. It never changes.
         trained = {name: torch.tensor(name not in fed.model.buffers) for name in extractor}
         return {"extractors": repeat(extractor, N), "A": one.diag(), "trained": trained, "proxy_change": 0 * one}
 

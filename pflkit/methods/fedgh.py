@@ -74,6 +74,12 @@ def representations(model, extractor, x):
     return model.extract(extractor, x)
 
 
+def class_labels(prototypes):
+    """The classes of Rows of prototypes [C, K, ...], as they travel with them: Rows of int32 [C, K]."""
+    classes = torch.arange(prototypes.present.shape[1], dtype=torch.int32, device=prototypes.present.device)
+    return Rows(classes.expand(prototypes.present.shape), prototypes.present)
+
+
 @dataclass(frozen=True)
 class FedGH:
     paper: ClassVar[str] = "FedGH: Heterogeneous Federated Learning with Generalized Global Header (Yi et al., 2023)"
@@ -92,8 +98,8 @@ class FedGH:
     def server(self, fed):
         for group in fed.groups:
             head = group.model.head.module
-            linear = type(head) is nn.Linear and head.bias is not None
-            if not linear or group.model.features != fed.model.features:
+            fits = type(head) is nn.Linear and head.bias is not None and group.model.features == fed.model.features
+            if not fits:
                 raise ValueError(
                     f"model={group.model.name!r}: FedGH needs one linear layer with a bias as the head, of the same "
                     f"size in all models; {fed.model.name!r} gives {fed.model.features} features, this one "
@@ -110,7 +116,7 @@ class FedGH:
     def local(self, clients, kept, message):
         extractor, header = clients.sgd(model_loss, (kept, message))
         prototypes = clients.class_mean(representations, extractor)
-        return extractor, (prototypes, labels(prototypes)), (extractor, header)
+        return extractor, (prototypes, class_labels(prototypes)), (extractor, header)
 
     def merge(self, server, ids, message, upload, n):
         prototypes, labels = upload
@@ -120,9 +126,3 @@ class FedGH:
 
     def deploy(self, clients, kept, message):
         return kept, message
-
-
-def labels(prototypes):
-    """The classes of Rows of prototypes [C, K, ...], as they travel with them: Rows of int32 [C, K]."""
-    classes = torch.arange(prototypes.present.shape[1], dtype=torch.int32, device=prototypes.present.device)
-    return Rows(classes.expand(prototypes.present.shape), prototypes.present)

@@ -199,7 +199,8 @@ def test_others_refuse_different_models_before_anything_is_trained(name, mixed, 
 
     monkeypatch.setattr(Clients, "sgd", never)
     monkeypatch.setattr(Federation, "play", never)
-    line = rf"^model=mlp-1, mlp, mlp-4: {METHODS[name].__name__} needs one model for all clients$"
+    line = rf"^model=mlp-1, mlp, mlp-4: {METHODS[name].__name__} needs one model for all clients "
+    line += r"\(a method that allows several has heterogeneous = True\)$"
     with pytest.raises(ValueError, match=line):
         experiment.run(make(name), mixed(), 2, out=tmp_path)
     assert not list(tmp_path.iterdir())
