@@ -21,7 +21,7 @@ from pflkit.identity import describe, digest
 from pflkit.methods import make
 
 # cnn: the FedAH paper; cnn-1 to cnn-5: FedGH's released code; the others ours.
-LR = {name: 0.01 if name.startswith("cnn-") else 0.05 for name in models.MODELS} | {"cnn": 0.005, "cnn-small": 0.05}
+LR = dict.fromkeys(models.MODELS, 0.05) | dict.fromkeys(models.CNNS, 0.01) | {"cnn": 0.005}
 DEFAULT_MODEL = {"digits": "mlp", "fashion-mnist": "cnn"}
 
 
@@ -140,9 +140,9 @@ def experiment(
     """One experiment from plain values, as the command line and `sweep` give them; returns its History.
 
     model and lr are by default the data set's and the model's; a model "mlp-1+mlp-2" stands for clients that have one
-    or the other, in turn; beta belongs to the Dirichlet partition, classes to the
-    pathological ones; settings are the method's own. Other `options` (out, eval_every, fresh, progress) are those of
-    `run`. Of the defaults, those of clients, join ratio, batches, epochs and beta are the FedAH paper's; the rest ours.
+    or the other, in turn; beta belongs to the Dirichlet partition, classes to the pathological ones; settings are the
+    method's own. Other `options` (out, eval_every, fresh, progress) are those of `run`. Of the defaults, those of
+    clients, join ratio, batches, epochs and beta are the FedAH paper's; the rest ours.
     """
     for key in options.keys() - {"out", "eval_every", "fresh", "progress"}:
         raise ValueError(f"{key}={options[key]!r}: experiment has no such argument")
@@ -150,8 +150,10 @@ def experiment(
     integer("rounds", rounds, 1)
     integer("seed", seed, 0)
     loaded = data.load(dataset, root=data_root)
-    if not isinstance(model, str | None):
+    if not isinstance(model, str | None) or model == "":
         raise ValueError(f"model={model!r}: must be a name, or several joined by +")
+    if not isinstance(settings, dict | None):
+        raise ValueError(f"settings={settings!r}: must be a dict of the method's settings")
     names = (model or DEFAULT_MODEL.get(dataset) or ("cnn" if _fits_cnn(loaded.shape) else "mlp")).split("+")
     nets = [models.build(name, loaded.shape, loaded.num_classes, seed=seed) for name in names]
     if lr is None and len({LR[name] for name in names}) > 1:
@@ -177,13 +179,12 @@ def _round(method, fed, state, rounds, scored):
     start = time.perf_counter()
     result = fed.play(method, state, rounds)
     seconds = time.perf_counter() - start
+    columns = {}
     if scored:
         start = time.perf_counter()
         columns, mean, pooled = _score(fed, result.held, result.ids, "after")
         scoring += time.perf_counter() - start
         row |= {"after": mean, "after_pooled": pooled}
-    else:
-        columns = {}
     columns |= {"bytes_down": result.bytes_down, "bytes_up": result.bytes_up, "flops": result.flops()}
     by_client = {entry["client"]: entry for entry in of_clients}
     for j, i in enumerate(result.ids.tolist()):
@@ -193,10 +194,7 @@ def _round(method, fed, state, rounds, scored):
     row = {"round": t, "joined": len(result.ids)} | row
     row |= {name: int(columns[name].sum()) for name in ("bytes_down", "bytes_up", "flops")}
     row |= {"seconds": seconds, "seconds_eval": scoring} | losses
-    watched = [method.watch(state.server, kept) for kept in fed.parts(state.kept)] if hasattr(method, "watch") else []
-    named = {name: tuple(part[name] for part in watched) for name in (watched[0] if watched else ())}
-    stats = [{"round": t, "name": name} | _statistics(tree) for name, tree in named.items() if trees.leaves(tree)]
-    return row, [by_client[i] for i in sorted(by_client)], stats
+    return row, [by_client[i] for i in sorted(by_client)], _watched(method, fed, state)
 
 
 def _before(method, fed, state, rounds):
@@ -220,6 +218,16 @@ def _score(fed, held, ids, point):
 def _client(fed, t, i):
     n_train, n_test = len(fed.train[i][1]), len(fed.test[i][1])
     return {"round": t, "client": i, "joined": False, "n_train": n_train, "n_test": n_test}
+
+
+def _watched(method, fed, state):
+    """Rows for watch: one for each value that the method watches, if any; of several groups' clients together."""
+    if not hasattr(method, "watch"):
+        return []
+    groups = [method.watch(state.server, kept) for kept in fed.parts(state.kept)]
+    named = {name: tuple(values[name] for values in groups) for name in groups[0]}
+    about = {name: _statistics(tree) for name, tree in named.items() if any(t.numel() for t in trees.leaves(tree))}
+    return [{"round": state.round, "name": name} | numbers for name, numbers in about.items()]
 
 
 def _statistics(tree):

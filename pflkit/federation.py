@@ -23,49 +23,34 @@ class State:
     round: int = 0
 
 
-@dataclass(frozen=True)
-class Part:
-    """What the clients `ids` of one group did in one exchange with the server; arrays and trees in their order."""
-
-    ids: np.ndarray
-    group: int
-    held: Any
-    bytes_down: np.ndarray
-    bytes_up: np.ndarray
-    clients: Clients
-
-
-@dataclass(frozen=True)
+@dataclass
 class Round:
-    """What one round did: its sampled clients `ids`, the models they hold after training, and the parts it went in.
+    """What one round did: the `ids` of its clients, in order, what passed, and the models they hold after training.
 
-    Arrays are per sampled client, in the order of `ids`.
+    bytes_down, bytes_up: of each client, in the order of `ids`: [C]. calls: the Clients of each call of `local`.
     """
 
     ids: np.ndarray
+    bytes_down: np.ndarray
+    bytes_up: np.ndarray
+    calls: list
     held: Any
-    parts: list
-
-    @property
-    def bytes_down(self):
-        return self._whole([part.bytes_down for part in self.parts])
-
-    @property
-    def bytes_up(self):
-        return self._whole([part.bytes_up for part in self.parts])
 
     def flops(self):
-        """The FLOPs of all training."""
-        return self._whole([part.clients.flops() for part in self.parts])
+        """The FLOPs of all training of each client: [C]."""
+        flops = np.zeros(len(self.ids))
+        for clients in self.calls:
+            flops[np.searchsorted(self.ids, clients.ids)] = clients.flops()
+        return flops
 
     def log(self):
-        """Mean losses by phase; NaN for a client without the phase."""
-        logs = [(part.clients.log, np.full(len(part.ids), np.nan)) for part in self.parts]
-        names = {name: None for log, _ in logs for name in log}
-        return {name: self._whole([log.get(name, nothing) for log, nothing in logs]) for name in names}
-
-    def _whole(self, arrays):
-        return np.concatenate(arrays)[_order(self.parts)]
+        """Mean losses [C] by phase; NaN for a client without the phase."""
+        log = {}
+        for clients in self.calls:
+            for name, values in clients.log.items():
+                column = log.setdefault(name, np.full(len(self.ids), np.nan))
+                column[np.searchsorted(self.ids, clients.ids)] = values
+        return log
 
 
 class Group:
@@ -123,7 +108,10 @@ class Federation:
                     f"{tuple(dataset.shape)} and {dataset.num_classes}"
                 )
         if not 1 <= len(models) <= partition.num_clients:
-            raise ValueError(f"model: {len(models)} models for {partition.num_clients} clients, must be 1 to as many")
+            names = "+".join(m.name for m in models)
+            raise ValueError(
+                f"model={names!r}: {len(models)} models for {partition.num_clients} clients, must be 1 to as many"
+            )
         self.dataset, self.partition = dataset, partition
         self.fingerprint = dataset.fingerprint  # of the data as they are now, for they are copied now
         self.training = Training() if training is None else training
@@ -133,9 +121,8 @@ class Federation:
         self.seed = integer("seed", seed, 0)
         self.device = _device(device)
         self.dtype = choice("dtype", dtype, (torch.float32, torch.float64))
-        turns = np.arange(partition.num_clients) % len(models)
-        members = [np.flatnonzero(turns == g) for g in range(len(models))]
-        self.groups = [Group(m, ids, self.device, self.dtype, engine) for m, ids in zip(models, members, strict=True)]
+        turns = [np.arange(g, partition.num_clients, len(models)) for g in range(len(models))]
+        self.groups = [Group(m, ids, self.device, self.dtype, engine) for m, ids in zip(models, turns, strict=True)]
         self.train, self.test = self._place(partition.train), self._place(partition.test)
         self.n = np.array([len(y) for _, y in self.train])
 
@@ -215,38 +202,40 @@ class Federation:
         ids = self.sample(t)
         if hasattr(method, "joins"):
             ids = np.asarray(method.joins(t, ids, np.arange(self.num_clients)))
-            if ids.ndim != 1 or not len(ids) or not set(ids.tolist()) <= set(range(self.num_clients)):
+            if ids.ndim != 1 or ids.dtype.kind not in "iu" or not set(ids.tolist()) <= set(range(self.num_clients)):
                 raise ValueError(f"{type(method).__name__}.joins: is {ids!r}, must be client numbers, at least one")
             ids = np.unique(ids)
         size = getattr(method, "cohort", None) or len(ids)
-        parts = []
+        down, up = np.zeros((2, len(ids)), dtype=np.int64)
+        result = Round(ids, down, up, calls=[], held=[[] for _ in self.groups])
         for start in range(0, len(ids), size):
-            parts += self._exchange(method, state, ids[start : start + size], t, rounds)
+            self._exchange(method, state, ids[start : start + size], rounds, result)
         state.round = t
-        of_groups = [[p for p in parts if p.group == g] for g in sorted({p.group for p in parts})]
-        held = self.whole([trees.join([p.held for p in own], _order(own)) for own in of_groups])
-        return Round(ids, held, parts)
+        result.held = self.whole([trees.join(own) for own in result.held if own])
+        return result
 
-    def _exchange(self, method, state, ids, t, rounds):
-        """Server to clients `ids`, their local work, and back: changes `state`, returns a Part per group."""
-        message, kept = self._send(method, state, ids), self.parts(state.kept)
-        parts, keeps, uploads = [], [], []
-        for g, at, rows in self.by_group(ids):
+    def _exchange(self, method, state, ids, rounds, result):
+        """Server to clients `ids`, their local work, and back: changes `state`, and adds to the Round `result`."""
+        t, message, kept = state.round + 1, self._send(method, state, ids), self.parts(state.kept)
+        groups, keeps, uploads = self.by_group(ids), [], []
+        for g, at, rows in groups:
             clients, own = self.clients(ids[at], t, rounds), split(message, at)
             given = method.local(clients, trees.take(kept[g], rows), own)
             if not isinstance(given, tuple) or len(given) != 3:
                 raise ValueError(f"{type(method).__name__}.local: must return (what it keeps, its upload, its model)")
+            for what, tree in zip(("what it keeps", "its upload", "its model"), given, strict=True):
+                _check(method, f"local: {what}", tree, len(at))
             keep, upload, held = given
-            _check(method, "local: what it keeps", keep, len(at))
-            _check(method, "local: its upload", upload, len(at))
-            _check(method, "local: its model", held, len(at))
             _check_same(method, "local: what it keeps", keep, kept[g], axes=1)
-            upload = arrived(upload)
-            _check_same(method, "local: its upload", upload, uploads[0] if uploads else upload, 1, "for another model")
-            parts.append(Part(ids[at], g, held, nbytes(own, len(at)), nbytes(upload, len(at)), clients))
             keeps.append((kept[g], rows, keep))
-            uploads.append(upload)
-        upload = trees.join(uploads, _order(parts))
+            uploads.append(arrived(upload))
+            _check_same(method, "local: its upload", uploads[-1], uploads[0], 1, "for another model")
+            place = np.searchsorted(result.ids, ids[at])
+            result.bytes_down[place] = nbytes(own, len(at))
+            result.bytes_up[place] = nbytes(uploads[-1], len(at))
+            result.calls.append(clients)
+            result.held[g].append(held)
+        upload = trees.join(uploads, np.argsort(np.concatenate([at for _, at, _ in groups])))
         server = method.merge(state.server, ids, message, upload, self.n[ids])
         _check(method, "merge", server)
         _check_same(method, "merge", server, state.server, axes=0)
@@ -255,7 +244,6 @@ class Federation:
         for whole, rows, keep in keeps:
             trees.put(whole, rows, keep)
         state.server = server
-        return parts
 
     @one_thread()
     def deployed(self, method, state, rounds):
@@ -282,11 +270,6 @@ class Federation:
         if np.isnan(loss).any():
             raise FloatingPointError(f"client {ids[np.isnan(loss).argmax()]}: its model gives NaN on its test data")
         return correct, loss
-
-
-def _order(parts):
-    """Where each client, in the order of ids, stands in the parts' concatenation."""
-    return np.argsort(np.concatenate([part.ids for part in parts]))
 
 
 def _check(method, part, tree, clients=None):

@@ -4,11 +4,15 @@ Code belongs to it. Of this package the source counts; of a user's own methods, 
 does, and that of all they name, because a notebook's cells leave no source behind.
 """
 
+import functools
 import hashlib
+import importlib
 import inspect
 import json
+import pickle
 import sys
 import types
+import uuid
 from dataclasses import asdict, is_dataclass
 
 import torch
@@ -63,8 +67,46 @@ def digest(config):
 
 
 def _attributes(module):
-    """A module's own plain settings, such as a scale; str(module) shows only those of torch's layers."""
-    return [[k, v] for k, v in sorted(vars(module).items()) if isinstance(v, PLAIN) and k != "training"]
+    """A module's own settings, such as a scale or an activation; str(module) shows only those of torch's layers."""
+    return [[name, _plain(value)] for name, value in _settings(module)]
+
+
+def _settings(module):
+    """A module's own attributes, and hooks; not its parameters, buffers and parts, which enter by themselves."""
+    inner = vars(torch.nn.Module()).keys() - {name for name in vars(torch.nn.Module()) if name.endswith("hooks")}
+    return [(k, v) for k, v in sorted(vars(module).items()) if k not in inner and not (k.endswith("hooks") and not v)]
+
+
+def _plain(value):
+    """Any value as plain values that are equal only where it is."""
+    if isinstance(value, PLAIN) and not isinstance(value, tuple):
+        return value
+    if isinstance(value, dict):
+        return [[_plain(k), _plain(v)] for k, v in value.items()]
+    if isinstance(value, list | tuple):
+        return [type(value).__name__, *map(_plain, value)]
+    if isinstance(value, functools.partial):
+        return ["partial", *map(_plain, (value.func, value.args, value.keywords))]
+    if torch.is_tensor(value):
+        return [str(value.dtype), list(value.shape), hashlib.sha256(value.detach().cpu().numpy().tobytes()).hexdigest()]
+    if hasattr(value, "__qualname__"):  # functions and classes; a user's own enter by their code, too
+        return f"{getattr(value, '__module__', None)}.{value.__qualname__}"
+    try:
+        return [type(value).__qualname__, hashlib.sha256(pickle.dumps(value)).hexdigest()]
+    except (
+        Exception
+    ):  # whatever cannot be pickled: a value that never comes again, so that no saved run is taken for it
+        return [type(value).__qualname__, uuid.uuid4().hex]
+
+
+def _named(value):
+    """The functions and classes in a value."""
+    if isinstance(value, dict | list | tuple):
+        parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        return [thing for part in parts for thing in _named(part)]
+    if isinstance(value, functools.partial):
+        return _named((value.func, value.args, value.keywords))
+    return [value] if isinstance(value, type | types.FunctionType) else [getattr(value, "__func__", None), type(value)]
 
 
 def _item(value):
@@ -81,8 +123,9 @@ def _code(method, parts):
             continue
         modules.add(name)
         todo += {getattr(v, "__module__", None) or "" for v in vars(sys.modules[name]).values()}
-    files = [*PACKAGE, sys.modules["pflkit.experiment"], *(sys.modules[name] for name in sorted(modules))]
-    own = [type(method), *(type(m) for part in parts for m in part.modules())]
+    files = [*PACKAGE, importlib.import_module("pflkit.experiment"), *(sys.modules[name] for name in sorted(modules))]
+    inside = [m for part in parts for m in part.modules()]
+    own = [type(method), *map(type, inside), *(f for m in inside for _, v in _settings(m) for f in _named(v))]
     sources = [inspect.getsource(module) for module in files] + _compiled(own)
     return hashlib.sha256("\0".join(sources).encode()).hexdigest()[:16]
 

@@ -37,13 +37,15 @@ def received(download, clients):
 
     def leaf(part):
         if isinstance(part, Shared):
-            return trees.expand(trees.clone(arrived(part.tree, "K")), clients)
+            if not all(map(torch.is_tensor, trees.leaves(part.tree))):
+                raise ValueError("Shared: must hold a tree of tensors, and nothing that is Shared already")
+            return trees.expand(trees.clone(arrived(part.tree, ("K",))), clients)
         return trees.clone(part) if torch.is_tensor(part) or isinstance(part, Rows) else part
 
     return _map(leaf, arrived(download))
 
 
-def arrived(message, axes="C, K"):
+def arrived(message, axes=("C", "K")):
     """The message without what did not travel: rows that are not present are 0. `axes`: those of `present`."""
 
     def leaf(part):
@@ -51,10 +53,11 @@ def arrived(message, axes="C, K"):
             return part
         values, present = part
         fits = torch.is_tensor(values) and torch.is_tensor(present) and present.dtype == torch.bool
-        if not fits or present.ndim != len(axes.split()) or values.shape[: present.ndim] != present.shape:
+        if not fits or present.ndim != len(axes) or values.shape[: present.ndim] != present.shape:
+            first = ", ".join(axes)
             found = [f"{list(t.shape)} of {t.dtype}" if torch.is_tensor(t) else type(t).__name__ for t in part]
             raise ValueError(
-                f"Rows({', '.join(found)}): must be tensors [{axes}, ...] and [{axes}], this of torch.bool"
+                f"Rows({', '.join(found)}): must be tensors [{first}, ...] and [{first}], this of torch.bool"
             )
         absent = ~present.reshape(*present.shape, *[1] * (values.ndim - present.ndim))
         return Rows(values.masked_fill(absent, 0), present)

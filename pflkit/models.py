@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pflkit.checks import choice, integer
-from pflkit.streams import torch_seed
+from pflkit.streams import GLOBAL, torch_seed
 
 
 class Trained(dict):
@@ -97,7 +97,7 @@ class Model:
         if lost := self.buffers - set().union(*self.init()):
             raise ValueError(f"model={name!r}: buffer {min(lost)!r} is not persistent, so it could not travel")
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with GLOBAL, torch.no_grad(), torch.random.fork_rng(devices=[]):
                 two, start = torch.zeros(2, *self.shape), torch.get_rng_state()
                 self.features = self.extract(self.extractor.state(), two).shape[1:].numel()
                 out, before = self.predict(self.init(), two), torch.get_rng_state()
@@ -166,34 +166,33 @@ def mlp(shape, classes):
     ]
 
 
-def cnn_mixed(name, filters, width, shape, classes):
-    """CNN-1 to CNN-5 of the FedGH code: two 5x5 convolutions, two linear layers, all with 500 representations."""
-    channels, height, rest = _image(name, shape, 16)
-    after = [((side - 4) // 2 - 4) // 2 for side in (height, rest)]
+def cnn_mixed(name, filters, units, shape, classes):
+    """CNN-1 to CNN-5 of the FedGH code: two 5x5 convolutions, three linear layers, all with 500 representations."""
+    channels, height, width = _image(name, shape, 16)
+    after = [((side - 4) // 2 - 4) // 2 for side in (height, width)]
     return [
         *[("conv1", nn.Conv2d(channels, 16, 5)), ("pool1", nn.MaxPool2d(2)), ("relu1", nn.ReLU())],
         *[("conv2", nn.Conv2d(16, filters, 5)), ("pool2", nn.MaxPool2d(2)), ("flat", nn.Flatten())],
-        *[("relu2", nn.ReLU()), ("fc1", nn.Linear(filters * after[0] * after[1], width)), ("relu3", nn.ReLU())],
-        *[("fc2", nn.Linear(width, 500)), ("relu4", nn.ReLU()), ("fc3", nn.Linear(500, classes))],
+        *[("relu2", nn.ReLU()), ("fc1", nn.Linear(filters * after[0] * after[1], units)), ("relu3", nn.ReLU())],
+        *[("fc2", nn.Linear(units, 500)), ("relu4", nn.ReLU()), ("fc3", nn.Linear(500, classes))],
     ]
 
 
-def mlp_mixed(name, width, shape, classes):
-    """MLP-1 to MLP-5 (ours): two hidden layers, the first of `width` units, all with 64 representations, as the mlp."""
+def mlp_mixed(units, shape, classes):
+    """MLP-1 to MLP-5 (ours): two hidden layers, the first of `units` units, all with 64 representations, as the mlp."""
     return [
-        *[("flat", nn.Flatten()), ("fc1", nn.Linear(torch.Size(shape).numel(), width)), ("relu1", nn.ReLU())],
-        *[("fc2", nn.Linear(width, 64)), ("relu2", nn.ReLU()), ("fc3", nn.Linear(64, classes))],
+        *[("flat", nn.Flatten()), ("fc1", nn.Linear(torch.Size(shape).numel(), units)), ("relu1", nn.ReLU())],
+        *[("fc2", nn.Linear(units, 64)), ("relu2", nn.ReLU()), ("fc3", nn.Linear(64, classes))],
     ]
 
 
-MODELS = {"cnn": cnn, "cnn-small": cnn_small, "mlp": mlp}
-SIZES = {
-    "cnn": [(32, 2000), (16, 2000), (32, 1000), (32, 800), (32, 500)],
-    "mlp": [(256,), (128,), (64,), (32,), (16,)],
+CNNS = {"cnn-1": (32, 2000), "cnn-2": (16, 2000), "cnn-3": (32, 1000), "cnn-4": (32, 800), "cnn-5": (32, 500)}
+MLPS = {"mlp-1": 256, "mlp-2": 128, "mlp-3": 64, "mlp-4": 32, "mlp-5": 16}
+MODELS = {
+    **{"cnn": cnn, "cnn-small": cnn_small, "mlp": mlp},
+    **{name: functools.partial(cnn_mixed, name, *size) for name, size in CNNS.items()},
+    **{name: functools.partial(mlp_mixed, units) for name, units in MLPS.items()},
 }
-for kind, maker in (("cnn", cnn_mixed), ("mlp", mlp_mixed)):
-    names = [f"{kind}-{i}" for i in range(1, 6)]
-    MODELS |= {n: functools.partial(maker, n, *size) for n, size in zip(names, SIZES[kind], strict=True)}
 
 
 def build(name, shape, classes, *, head_layers=1, seed=0):
@@ -207,7 +206,7 @@ def build(name, shape, classes, *, head_layers=1, seed=0):
     integer("classes", classes, 1)
     for side in shape:
         integer("shape", side, 1)
-    with torch.random.fork_rng(devices=[]):
+    with GLOBAL, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(torch_seed(seed, "weights"))  # the CPU's: no GPU's state is touched
         layers = MODELS[name](tuple(shape), classes)
     cuts = [i for i, (_, layer) in enumerate(layers) if any(True for _ in layer.parameters())]

@@ -100,16 +100,11 @@ def curves(runs, point=None, ax=None):
     `runs` is {name: a History, or a list of them, one a seed}; `point` is "before" or "after" local training, by
     default each method's own, which the legend then names. Methods are listed in the order of their last values.
     """
-    points = {name: histories[0].product for name, histories in tables.lists(runs).items()}
-    table = tables.curves(runs, point)
-    stats = table.groupby(["method", "rounds"])["accuracy"].agg(["mean", "std"]).fillna(0) * 100
-    last = stats["mean"].groupby("method").last().sort_values(ascending=False)
+    stats = tables.curves(runs, point).groupby(["method", "rounds"])["accuracy"].agg(["mean", "std"]).fillna(0) * 100
     with axes(ax) as ax:
-        for name in last.index:
+        for name, label in _legend(runs, point, stats).items():
             line = stats.loc[name]
-            every = max(1, len(line) // 8)
-            label = name if point else f"{name} ({points[name]})"
-            _band(ax, line, label=label, markevery=every, **look(name))
+            _band(ax, line, label=label, markevery=max(1, len(line) // 8), **look(name))
         ax.set(xlabel="rounds of training", ylabel="accuracy, mean over clients (%)")
         ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
@@ -121,18 +116,15 @@ def against_bytes(runs, point=None, ax=None):
     deviation. `runs` and `point` as in `curves`. A method that sends nothing is a level line at its last accuracy; on
     the logarithmic axis there is no place for what others have before they send anything.
     """
-    points = {name: histories[0].product for name, histories in tables.lists(runs).items()}
     groups = tables.against_bytes(runs, point).groupby(["method", "rounds"])
     stats = 100 * groups["accuracy"].agg(["mean", "std"]).fillna(0)
     stats["MB"] = groups["bytes"].mean() / 1e6
-    last = stats["mean"].groupby("method").last().sort_values(ascending=False)
     with axes(ax) as ax:
-        for name in last.index:
+        for name, label in _legend(runs, point, stats).items():
             line = stats.loc[name].set_index("MB")
-            label = name if point else f"{name} ({points[name]})"
             if line.index.max() == 0:
                 free = {k: v for k, v in look(name).items() if k != "marker"}
-                ax.axhline(last[name], label=f"{label}: no bytes", linewidth=1.6, **free)
+                ax.axhline(line["mean"].iloc[-1], label=f"{label}: no bytes", linewidth=1.6, **free)
             else:
                 line = line[line.index > 0]
                 _band(ax, line, label=label, markevery=max(1, len(line) // 8), **look(name))
@@ -166,6 +158,13 @@ def save(figure, path, table=None):
     figure.savefig(f"{path}.png", dpi=110, metadata={"Software": None})
     if table is not None:
         table.to_csv(f"{path}.csv", index=False)
+
+
+def _legend(runs, point, stats):
+    """{method: its label}, in the order of the last of its means; where `point` is None, labels name each one's own."""
+    products = {name: histories[0].product for name, histories in tables.lists(runs).items()}
+    last = stats["mean"].groupby("method").last().sort_values(ascending=False)
+    return {name: name if point else f"{name} ({products[name]})" for name in last.index}
 
 
 def _band(ax, stats, **look_of):

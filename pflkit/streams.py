@@ -4,9 +4,14 @@ So a result depends neither on what ran before, nor on how many clients train at
 global random states of Python, numpy and torch are left alone.
 """
 
+import threading
 import zlib
 
 import numpy as np
+
+# Initial weights and dropout can only be drawn from torch's one global generator. Who seeds it, and restores it, holds
+# this lock: two federations may run in two threads.
+GLOBAL = threading.RLock()
 
 
 def seed_of(seed, *names):

@@ -21,8 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from pflkit import trees
 from pflkit.checks import boolean, choice, integer, real
 from pflkit.messages import Rows
-from pflkit.models import Trained
-from pflkit.streams import rng, torch_seed
+from pflkit.models import Model, Trained
+from pflkit.streams import GLOBAL, rng, torch_seed
 
 ROWS = 100  # samples a forward pass without gradients takes at once: the fastest size measured on a CPU
 
@@ -113,27 +113,50 @@ class Clients:
             raise ValueError(f"epochs={epochs}: must be one number, or a list of one for each of {len(self.n)} clients")
         for number in epochs:
             integer("epochs", number, 0)
+        if not callable(until or len):
+            raise ValueError(f"until={until!r}: must be a function of a list of losses")
+        self._check_rows("params", params)
+        for f in fixed:
+            self._check_rows("fixed", f if not isinstance(f, numbers.Real) else ())
+        pull = pull and self._check_pull(params, *pull)
         trained = [leaf.is_floating_point() and not self._is_buffer(name) for name, leaf in trees.named_leaves(params)]
         if not any(trained) or not any(epochs):
             return trees.clone(params)
-        out = trees.tree_map(lambda t: torch.empty(t.shape, dtype=t.dtype, device=t.device), params)
+        out = trees.tree_map(lambda t: torch.empty_like(t, memory_format=torch.contiguous_format), params)
         seen, samples = [None] * len(self.data), np.zeros(len(self.data))
         skip_singles = self.model.batch_norm and any(self._is_buffer(name) for name, _ in trees.named_leaves(params))
 
         def client(i):
             own = _own(trees.row(params, i), self.model.plain)
             passes = (self._epoch(i, phase, epoch, rule, skip_singles) for epoch in range(epochs[i]))
+            near = pull and (_moving(trees.row(pull[0], i), trained), pull[1])
+            step = functools.partial(_step, rule=rule, project=project, pull=near)
             with self._dropout(i, phase):
-                step = functools.partial(_step, rule=rule, project=project, pull=_pull(pull, i, trained))
                 seen[i], samples[i] = _descend(self.model, loss, own, _still(fixed, i), trained, passes, step, until)
             for whole, part in zip(trees.leaves(out), trees.leaves(own), strict=True):
                 whole[i] = part.detach()
 
         self.engine.each(client, self.n)
-        step = functools.partial(_first_step, self.model, loss, params, fixed, self.data, trained)
-        self._count((loss, tuple(trained)), step, samples)
+        two_samples = functools.partial(_two_samples, self.model, loss, params, fixed, self.data, trained)
+        self._count((loss, tuple(trained)), two_samples, samples)
         self._record(phase, seen, out)
         return out
+
+    def _check_rows(self, what, tree):
+        """Refuses a tree whose leaves are not all tensors [C, ...]."""
+        for name, leaf in trees.named_leaves(tree):
+            if not torch.is_tensor(leaf) or leaf.shape[:1] != (len(self.n),):
+                found = list(leaf.shape) if torch.is_tensor(leaf) else type(leaf).__name__
+                raise ValueError(f"{what}, {name!r}, is {found}, must be [{len(self.n)}, ...]: a row for each client")
+
+    def _check_pull(self, params, anchor, mu):
+        """(anchor, mu), the anchor's parts in the order of those of `params`, to which they belong by name."""
+        self._check_rows("pull", anchor)
+        anchor = trees.tree_map(lambda p, a: a, params, anchor)
+        for (name, p), a in zip(trees.named_leaves(params), trees.leaves(anchor), strict=True):
+            if a.shape != p.shape:
+                raise ValueError(f"pull, {name!r}, is {list(a.shape)}, must be {list(p.shape)}, as in params")
+        return anchor, real("mu", mu, 0)
 
     @property
     def class_counts(self):
@@ -154,7 +177,7 @@ class Clients:
 
     def through(self, extractor):
         """The same clients with features [n, r] for inputs, computed once by the frozen `extractor` [C, ...]."""
-        features = self._forward("through", _extract, extractor)
+        features = self._forward(Model.extract, extractor)
         behind = copy.copy(self)
         behind.data = [(z, y) for z, (_, y) in zip(features, self.data, strict=True)]
         if features[0].ndim == 2:
@@ -167,13 +190,15 @@ class Clients:
         `f` is of ONE client and sees its model in evaluation mode. A mean is over samples, however they are batched.
         """
         counts, means = self.class_counts, []
-        for values, (_, y), n in zip(self._forward(f, f, params), self.data, counts, strict=True):
+        for values, (_, y), n in zip(self._forward(f, params), self.data, counts, strict=True):
             sums = values.new_zeros(len(n), *values.shape[1:], dtype=torch.float64).index_add_(0, y, values.double())
-            means.append((sums / n.clamp(min=1).view(-1, *[1] * (sums.ndim - 1))).to(values.dtype))
+            mean = sums / n.clamp(min=1).view(-1, *[1] * (sums.ndim - 1))
+            means.append(mean.to(values.dtype) if values.is_floating_point() else mean)
         return Rows(torch.stack(means), counts > 0)
 
-    def _forward(self, work, f, params):
+    def _forward(self, f, params):
         """f(model, params, x) of each client's samples, without gradients: a tensor [n, ...] a client."""
+        self._check_rows("params", params)
         values = [None] * len(self.data)
 
         def client(i):
@@ -185,14 +210,14 @@ class Clients:
                 f(self.model, trees.row(params, 0), self.data[0][0][[0, -1]])
 
         self.engine.each(client, self.n)
-        self._count(work, two_samples, self.n)
+        self._count(f, two_samples, self.n)
         return values
 
     def flops(self):
         """The FLOPs [C] of all that was trained so far: each kind of step is measured once, on two samples."""
         for work, step, _ in self._work:
             if work not in self._flop_cache:
-                with one_thread(), torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
+                with GLOBAL, one_thread(), torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
                     step()
                 self._flop_cache[work] = counter.get_total_flops() / 2
         return sum((self._flop_cache[work] * samples for work, _, samples in self._work), np.zeros(len(self.data)))
@@ -222,7 +247,7 @@ class Clients:
             yield
             return
         device = self.data[i][1].device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with GLOBAL, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             seed_it = torch.manual_seed if device.type == "cuda" else torch.default_generator.manual_seed
             seed_it(torch_seed(self.seed, "dropout", self.round, int(self.ids[i]), phase))
             yield
@@ -245,10 +270,6 @@ class Clients:
             )
 
 
-def _extract(model, extractor, x):
-    return model.extract(extractor, x)
-
-
 def evaluate(model, params, data, engine):
     """Correct answers [C] and mean cross-entropy [C] of each client's model `params` [C, ...] on its own `data`."""
     correct, loss = np.zeros(len(data), dtype=np.int64), np.zeros(len(data))
@@ -266,10 +287,11 @@ def evaluate(model, params, data, engine):
 @torch.enable_grad()
 def _descend(model, loss, own, fixed, trained, epochs, step, until):
     """One client's SGD steps on `own`, in place. Mean values by name ({} without a step), number of samples seen."""
-    own = _trained(own)
-    moving = [leaf.requires_grad_() for leaf, moves in zip(trees.leaves(own), trained, strict=True) if moves]
-    velocity, seen, sizes, done, means = None, {}, [], 0, []
+    own = _as_trained(own)
+    moving = [leaf.requires_grad_() for leaf in _moving(own, trained)]
+    velocity, seen, sizes, means = None, {}, [], []
     for epoch in epochs:
+        first = len(sizes)
         for batch in epoch:
             value = loss(model, own, batch, *fixed)
             value, extras = value if isinstance(value, tuple) else (value, {})
@@ -279,9 +301,8 @@ def _descend(model, loss, own, fixed, trained, epochs, step, until):
             sizes.append(len(batch[1]))
             for name, amount in {"loss": value, **extras}.items():
                 seen.setdefault(name, []).append(torch.as_tensor(amount).detach())
-        if until is not None and len(sizes) > done:
-            means.append(_mean(seen["loss"][done:], sizes[done:]))
-            done = len(sizes)
+        if until is not None and len(sizes) > first:
+            means.append(_mean(seen["loss"][first:], sizes[first:]))
             if until(means):
                 break
     return {name: _mean(values, sizes) for name, values in seen.items()}, sum(sizes)
@@ -289,7 +310,7 @@ def _descend(model, loss, own, fixed, trained, epochs, step, until):
 
 @torch.no_grad()
 def _step(moving, grads, velocity, rule, project, pull):
-    """One SGD step of the tensors `moving`, in place; returns the momentum's velocity."""
+    """One SGD step of the tensors `moving`, in place; returns the momentum's velocity. pull: (anchors, mu), or None."""
     if pull is not None:
         anchor, mu = pull
         grads = torch._foreach_add(grads, torch._foreach_sub(moving, anchor), alpha=mu)
@@ -308,12 +329,9 @@ def _step(moving, grads, velocity, rule, project, pull):
     return velocity
 
 
-def _pull(pull, i, trained):
-    """Client i's part of `pull`: the anchors of the tensors that are trained, and mu."""
-    if pull is None:
-        return None
-    anchor = trees.leaves(trees.row(pull[0], i))
-    return [leaf for leaf, moves in zip(anchor, trained, strict=True) if moves], pull[1]
+def _moving(tree, trained):
+    """The leaves of `tree` that are trained."""
+    return [leaf for leaf, moves in zip(trees.leaves(tree), trained, strict=True) if moves]
 
 
 def _mean(values, sizes):
@@ -322,12 +340,12 @@ def _mean(values, sizes):
 
 
 @torch.enable_grad()
-def _first_step(model, loss, params, fixed, data, trained):
+def _two_samples(model, loss, params, fixed, data, trained):
     """The first client's gradient on two samples, for the FLOP counter."""
     x, y = data[0]
-    own = _trained(trees.clone(trees.row(params, 0)))
-    moving = [leaf.requires_grad_() for leaf, moves in zip(trees.leaves(own), trained, strict=True) if moves]
-    rows = [0, -1]
+    own = _as_trained(trees.clone(trees.row(params, 0)))
+    moving = [leaf.requires_grad_() for leaf in _moving(own, trained)]
+    rows = [0, -1]  # also where there is one sample only
     value = loss(model, own, (x[rows], y[rows]), *_still(fixed, 0))
     torch.autograd.grad(value[0] if isinstance(value, tuple) else value, moving, allow_unused=True)
 
@@ -343,10 +361,11 @@ def _forward(f, x):
     return torch.cat([f(rows) for rows in x.split(ROWS)])
 
 
-def _trained(tree):
+def _as_trained(tree):
+    """The same tree with its dicts as Trained, so that models run on it as in training."""
     if isinstance(tree, tuple):
-        return tuple(_trained(part) for part in tree)
-    return Trained((name, _trained(part)) for name, part in tree.items()) if isinstance(tree, dict) else tree
+        return tuple(_as_trained(part) for part in tree)
+    return Trained((name, _as_trained(part)) for name, part in tree.items()) if isinstance(tree, dict) else tree
 
 
 def _own(tree, channels_last):

@@ -56,8 +56,8 @@ def row(tree, i):
     return tree_map(lambda t: t[i], tree)
 
 
-def join(trees, order):
-    """Several trees [C1, ...], [C2, ...], ... as one [C, ...]: client j is the order[j]-th of all of them.
+def join(trees, order=slice(None)):
+    """Several trees [C1, ...], [C2, ...], ... as one [C, ...]: client j is the order[j]-th of all, by default the j-th.
 
     A tree alone is taken to be in order, and returned as it is.
     """

@@ -442,8 +442,11 @@ def test_a_list_of_one_model_is_that_model():
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ([], "model: 0 models for 4 clients, must be 1 to as many"),
-        ([models.build("mlp", (1, 8, 8), 10)] * 5, "model: 5 models for 4 clients, must be 1 to as many"),
+        ([], "model='': 0 models for 4 clients, must be 1 to as many"),
+        (
+            [models.build("mlp", (1, 8, 8), 10)] * 5,
+            "model='mlp+mlp+mlp+mlp+mlp': 5 models for 4 clients, must be 1 to as many",
+        ),
         (["mlp"], "model='mlp': must be a Model"),
         ("mlp-1", "model='mlp-1': must be a Model"),
         ([models.build("mlp", (1, 8, 8), 10), None], "model=None: must be a Model"),

@@ -1,10 +1,12 @@
 """What names a run: any change of code, settings or data that could change its result, and nothing else."""
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from pflkit import data, models, partition
@@ -149,3 +151,73 @@ def test_engines_of_all_models_are_named():
     for engine, name in (("auto", "loop+threads"), ("loop", "loop"), ("threads", "threads")):
         fed = Federation(tiny, split, [models.build("mlp", (2,), 4), net], engine=engine, device="cpu")
         assert describe(make("local"), fed, 2)["engine"] == name
+
+
+# --- a user's module, and all it holds -------------------------------------------------------------------------------
+
+
+class Holds(nn.Module):
+    """A network with something of the user's own in it."""
+
+    def __init__(self, own):
+        super().__init__()
+        self.linear, self.own = nn.Linear(2, 8), own
+
+    def forward(self, x):
+        return self.linear(x.flatten(1))
+
+
+def twice(x):
+    return 2 * x
+
+
+def thrice(x):
+    return 3 * x
+
+
+def times(k):
+    return lambda x: k * x
+
+
+HELD = {
+    "builtins": (torch.relu, torch.tanh),
+    "torch's functions": (F.relu, F.elu),
+    "own functions": (twice, thrice),
+    "what a function remembers": (times(1), times(2)),
+    "partials": (
+        functools.partial(F.leaky_relu, negative_slope=0.1),
+        functools.partial(F.leaky_relu, negative_slope=0.2),
+    ),
+    "lists": ([1.0], [9.0]),
+    "dicts": ({"a": 1}, {"a": 2}),
+    "functions in dicts": ({"a": twice}, {"a": thrice}),
+    "tensors": (torch.ones(2), 9 * torch.ones(2)),
+    "arrays": (np.ones(2), np.zeros(2)),
+    "classes": (nn.ReLU, nn.GELU),
+    "objects": (slice(0, 1), slice(0, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_what_a_users_module_holds_names_the_run(kind):
+    def name(own):
+        torch.manual_seed(0)
+        net = models.from_modules(Holds(own), nn.Linear(8, 2), (2,), 2)
+        return digest(describe(make("fedavg"), federation(net), 2))
+
+    one, other = HELD[kind]
+    assert name(one) == name(one)
+    assert name(one) != name(other)
+
+
+def test_a_hook_names_the_run():
+    def name(hook):
+        torch.manual_seed(0)
+        net = nn.Linear(2, 8)
+        if hook:
+            net.register_forward_hook(hook)
+        net = models.from_modules(net, nn.Linear(8, 2), (2,), 2)
+        return digest(describe(make("fedavg"), federation(net), 2))
+
+    hooks = (None, lambda module, x, y: 2 * y, lambda module, x, y: 3 * y)
+    assert len({name(hook) for hook in hooks}) == 3

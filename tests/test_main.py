@@ -134,7 +134,10 @@ def test_values_are_yaml_and_numbers_in_any_notation(text, value):
         ("local --model mlp-1+x", "model='x': must be one of"),
         ("local --model mlp-1+", "model='': must be one of"),
         ("local --model mlp+cnn-1", "model='cnn-1"),
-        ("local --model mlp+mlp-1+mlp-2 --clients 2", "model: 3 models for 2 clients, must be 1 to as many"),
+        (
+            "local --model mlp+mlp-1+mlp-2 --clients 2",
+            "model='mlp+mlp-1+mlp-2': 3 models for 2 clients, must be 1 to as many",
+        ),
         ("fedavg --model mlp-1+mlp-2", "model=mlp-1, mlp-2: FedAvg needs one model for all clients"),
         ("local --model cnn", "model='cnn': does not fit inputs of shape (1, 8, 8)"),
         ("local --partition x", "partition='x': must be one of 'iid', 'pathological'"),

@@ -988,3 +988,70 @@ def test_training_on_a_part_is_training_of_clients_with_just_that():
     assert list(clients.log) == ["part", "train"]
     counted = some.n + np.array(SIZES)
     assert clients.flops().tolist() == some.flops().tolist() == (counted * (2 * FC1 + 3 * FC2)).tolist()
+
+
+# What does not fit the clients is refused, and belongs by name
+
+
+def swapped(tree):
+    return {name: tree[name] for name in reversed(tree)}
+
+
+def test_an_anchor_belongs_by_name():
+    """Two layers of one shape: an anchor whose parts come in another order pulls each to its own."""
+    torch.manual_seed(0)
+    net = from_modules(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), nn.Linear(6, CLASSES), (6,), CLASSES)
+    clients, params = sampled(net), start(net)
+    anchor = trees.tree_map(lambda t: t + 1, params)
+    right = clients.sgd(model_loss, params, pull=(anchor, 1.0))
+    assert trees.unequal(clients.sgd(model_loss, params, pull=((swapped(anchor[0]), anchor[1]), 1.0)), right) == 0
+    assert trees.unequal(clients.sgd(model_loss, params, pull=(params, 1.0)), right) > 0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda c, m, p: c.sgd(model_loss, trees.take(p, [0, 1, 2])),
+            r"^params, '0/.*', is \[3, .*, must be \[5, \.\.\.\]",
+        ),
+        (lambda c, m, p: c.sgd(model_loss, trees.take(p, [0] * 9)), r"^params, .*must be \[5, \.\.\.\]"),
+        (lambda c, m, p: c.sgd(extractor_loss, p[0], m.init()[1]), r"^fixed, .*must be \[5, \.\.\.\]"),
+        (lambda c, m, p: c.sgd(model_loss, p, torch.tensor(1.0)), r"^fixed, '', is \[\], must be \[5, \.\.\.\]"),
+        (lambda c, m, p: c.sgd(model_loss, p, "text"), r"^fixed, '', is str, must be"),
+        (lambda c, m, p: c.sgd(model_loss, p, pull=(m.init(), 1.0)), r"^pull, .*must be \[5, \.\.\.\]"),
+        (lambda c, m, p: c.sgd(model_loss, p, pull=(p[::-1], 1.0)), r"different structure|^pull"),
+        (lambda c, m, p: c.sgd(model_loss, p, pull=(p, "1")), r"^mu='1': must be a finite number"),
+        (lambda c, m, p: c.sgd(model_loss, p, pull=(p, float("nan"))), r"^mu=nan"),
+        (lambda c, m, p: c.sgd(model_loss, p, pull=(p, -1.0)), r"^mu=-1.0"),
+        (lambda c, m, p: c.sgd(model_loss, p, until=3), r"^until=3: must be a function"),
+        (lambda c, m, p: c.through(m.init()[0]), r"^params, .*must be \[5, \.\.\.\]"),
+    ],
+)
+def test_trees_that_do_not_fit_the_clients_are_refused_by_name(call, message):
+    model = make_model("mlp")
+    with pytest.raises(ValueError, match=message):
+        call(sampled(model), model, start(model))
+
+
+def test_means_of_whole_numbers_are_not_cut():
+    """The mean of 1 and 2 is 1.5, though both are integers."""
+    data = [(torch.tensor([[1.0], [2.0]], dtype=torch.float64), torch.tensor([0, 0]))]
+    net = from_modules(nn.Identity(), nn.Linear(1, CLASSES), (1,), CLASSES)
+    found = sampled(net, data=data, ids=[0], sizes=(2,)).class_mean(lambda m, p, x: x.long(), start(net, 1))
+    assert found.values[0, 0].tolist() == [1.5]
+
+
+def test_dropout_of_two_federations_in_two_threads():
+    """Each draws its own masks from torch's one generator, as it does alone."""
+    model, ends = make_model("dropout"), {}
+    alone = [sampled(model, round=r, epochs=6, lr=0.1).sgd(model_loss, start(model)) for r in (1, 2)]
+
+    def job(r):
+        ends[r] = sampled(model, round=r, epochs=6, lr=0.1).sgd(model_loss, start(model))
+
+    for _ in range(3):
+        threads = [threading.Thread(target=job, args=(r,)) for r in (1, 2)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        assert [trees.unequal(ends[r], alone[r - 1]) for r in (1, 2)] == [0, 0]

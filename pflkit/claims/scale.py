@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pflkit import costs
 from pflkit.methods import METHODS
 
-PATIENCE = 100  # evaluations without a new best: FedAH's released code's rule; the paper: "an early stopping mechanism"
+PATIENCE = 100  # evaluations without a new best: FedAH's released code; its paper: "an early stopping mechanism"
 SIZES = {  # which data sets are real, and how many samples, training and test together, are full data
     "digits": 1_797,
     "mnist": 70_000,
@@ -24,12 +24,11 @@ class Paper:
     """What runs must share with a paper's own to reproduce it.
 
     protocol(data set, model, partition): what it fixes, as it stands in a run's configuration. min_size: the most
-    samples that a client of a Dirichlet split may be sure of. stopping: the rule by which a run has converged.
+    samples that a client of a Dirichlet split may be sure of.
     """
 
     protocol: Callable
     min_size: float = math.inf
-    stopping: str = "the stopping rule of FedAH's code"
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Claim:
     exact: bool = False
 
 
-def reduced(claim, there):
+def lacks(claim, there):
     """What these runs lack for any verdict, as a list."""
     histories = [h for group in there.values() for h in group]
     name, partition = histories[0].config["dataset"]["name"], histories[0].config["partition"]
@@ -65,10 +64,10 @@ def reduced(claim, there):
         lacking.append(f"{seeds} of at least 3 seeds")
     if claim.skewed and partition["name"] != "pathological" and not partition.get("beta", math.inf) <= 0.1:
         lacking.append("clients are not strongly heterogeneous (pathological, or Dirichlet with beta up to 0.1)")
-    return lacking + (_unsettled(claim, histories) if claim.settled else [])
+    return lacking + (_unsettled(histories) if claim.settled else [])
 
 
-def full(claim, there):
+def falls_short(claim, there):
     """What these runs lack to reproduce the claim, or not, as a list."""
     histories = [h for group in there.values() for h in group]
     config = histories[0].config
@@ -91,10 +90,10 @@ def full(claim, there):
         short += [f"{method}'s {k} {own.get(k)}, its default: {v}" for k, v in default.items() if own.get(k) != v]
     if (seeds := min(len(group) for group in there.values())) < 5:
         short.append(f"{seeds} of at least 5 seeds")
-    return short + _unsettled(claim, histories)
+    return short + _unsettled(histories)
 
 
-def _unsettled(claim, histories):
+def _unsettled(histories):
     left = sum(costs.rounds_to_convergence(h, PATIENCE) is None for h in histories)
-    rule = f"{claim.paper.stopping}: {PATIENCE} evaluations without a new best"
+    rule = f"the stopping rule of FedAH's released code: {PATIENCE} evaluations without a new best"
     return [f"{left} of {len(histories)} runs not converged ({rule})"] if left else []

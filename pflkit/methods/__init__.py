@@ -18,8 +18,8 @@ and only where a paper needs them
     heterogeneous        True: clients may have different models; `client`, `local`, `deploy` are then called once for
                          each, and all uploads have one structure
 
-What `clients` offers to `local` and `deploy`: ids, n, class_counts, round, rounds, model; sgd, through, class_mean, part
-(see pflkit.training.Clients).
+What `clients` offers to `local` and `deploy` (see pflkit.training.Clients): ids, n, class_counts, round, rounds, model;
+sgd, through, class_mean, part.
 """
 
 import dataclasses

@@ -18,7 +18,7 @@ W = 1 takes FedAvg's head in step 3, W = 0 FedRep's.
 
 Travels:   the whole model, down and up, as in FedAvg.
 Keeps:     the client's head h_i and its weights W_i.
-Evaluated: (r^t, ĥ_i) `before` training, after steps 2 and 3; (r_i, h_i) `after` it.
+Evaluated: (r^t, ĥ_i) `before` local training, after steps 2 and 3; (r_i, h_i) `after` it.
 
 Where released code differs, and what we do:
   - heyuepeng/FedAH e966fcf (2024-07-16) sets η_w = 1.0; the paper sets it to the local learning rate, 0.005 for its
@@ -137,7 +137,7 @@ class FedAH:
     def mix(self, behind, kept, h_global):
         """Steps 2 and 3: the learned weights and the mixed head. The step of W has no momentum, decay or clipping."""
         lr = behind.training.lr if self.weight_lr is None else self.weight_lr
-        plain = {"lr": lr, "epochs": self.weight_epochs, "momentum": 0, "weight_decay": 0, "clip": None}
+        rule = {"lr": lr, "epochs": self.weight_epochs, "momentum": 0, "weight_decay": 0, "clip": None}
         heads = kept["head"], h_global
-        W = behind.sgd(weights_loss, kept["W"], *heads, project=clip01, phase="weights", **plain)
+        W = behind.sgd(weights_loss, kept["W"], *heads, project=clip01, phase="weights", **rule)
         return W, aggregate_head(*heads, W)

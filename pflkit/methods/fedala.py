@@ -9,7 +9,7 @@ element of h, all 1 at first. Round t, for the sampled clients S_t:
     2.  client i takes r^t as it is, and on a random share s of its samples learns how much of h^t it wants:
                                               ĥ = h_i + (h^t − h_i) ⊙ W
                                               W <- clip(W − η_w ∂L/∂ĥ ⊙ (h^t − h_i), 0, 1)
-        one step a batch: until the loss is stable when it first does so, one epoch later; result W_i
+        one step a batch; the first time until the loss is stable, every later time for one epoch; result W_i
     3.  mixes                                 ĥ_i = h_i + (h^t − h_i) ⊙ W_i
     4.  trains all of it                      (r_i, h_i) <- SGD on f_i from (r^t, ĥ_i), E epochs
     5.  keeps h_i and W_i, and uploads        (r_i, h_i)
@@ -106,10 +106,10 @@ class FedALA:
         return {"W": kept["W"]}
 
     def mix(self, clients, kept, message):
-        """Steps 2 and 3: what the client then keeps, and the mixed model. The step of W has no momentum or decay."""
+        """Steps 2 and 3: what the client then keeps, and the mixed model. As in FedAH, W's step is plain, unclipped."""
         extractor, h_global = message
         heads = kept["head"], h_global
-        apart = differ(*heads)
+        apart = differ(*heads) if leaves(h_global) else kept["began"] & False  # without top layers it is FedAvg
         epochs = torch.where(kept["began"], 1, self.start_epochs) * apart
         rule = {"lr": self.weight_lr, "epochs": epochs.tolist(), "momentum": 0, "weight_decay": 0, "clip": None}
         some = clients.part(self.share, "weights").through(extractor)  # in `deploy` the same samples, so the same W

@@ -92,18 +92,21 @@ class FedGH:
 
     def __post_init__(self):
         real("header_lr", self.header_lr, 0)
-        integer("header_batch_size", self.header_batch_size, 1)
+        integer("header_batch_size", self.header_batch_size, 1, 2**31 - 1)
         integer("header_epochs", self.header_epochs, 1)
 
     def server(self, fed):
-        for group in fed.groups:
-            head = group.model.head.module
-            fits = type(head) is nn.Linear and head.bias is not None and group.model.features == fed.model.features
-            if not fits:
+        for model in (group.model for group in fed.groups):
+            head = model.head.module
+            if type(head) is not nn.Linear or head.bias is None:
+                found = type(head).__name__
                 raise ValueError(
-                    f"model={group.model.name!r}: FedGH needs one linear layer with a bias as the head, of the same "
-                    f"size in all models; {fed.model.name!r} gives {fed.model.features} features, this one "
-                    f"{group.model.features}"
+                    f"model={model.name!r}: FedGH needs one linear layer with a bias as the head, not {found}"
+                )
+            if model.features != fed.model.features:
+                raise ValueError(
+                    f"model={model.name!r}: FedGH needs equally many features of all models; this one gives "
+                    f"{model.features}, {fed.model.name!r} {fed.model.features}"
                 )
         return fed.init()[1]
 

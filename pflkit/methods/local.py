@@ -7,7 +7,7 @@ One round, for each of the N clients (no server takes part, so no sampling eithe
 
 Travels:   nothing.
 Keeps:     the client's model θ_i. All start from the same initial values as every other method.
-Evaluated: θ_i; `after` training, and `before` it (the same model one round earlier).
+Evaluated: θ_i, `before` local training and `after` it: each round's `before` is the `after` of the one before.
 
 Where released code differs, and what we do:
   - TsingZ0/PFLlib d832e76 (2025-11-29) and KarhouTam/FL-bench 06e658b (2025-10-09) train only sampled clients, which

@@ -120,6 +120,25 @@ def test_a_batch_larger_than_all_clients_trains_nobody_if_dropped(name, uneven, 
     assert trees.unequal(everything(state), everything(fed.start(method))) == 0
 
 
+def test_one_client_alone_in_the_world(name, by_hand, linear):
+    net = models.from_modules(nn.Sequential(linear(2, 6), nn.ReLU()), linear(6, 2), (2,), 2)
+    history = experiment.run(make(name), by_hand(net, [(torch.randn(7, 2), [0, 1] * 3 + [0])], rule={"lr": 0.1}), 2)
+    assert history.rounds["after"].notna().sum() == 2
+
+
+@pytest.mark.parametrize("head_layers", [0, 2])
+def test_all_is_extractor_or_all_is_head(name, head_layers, digits):
+    """Two rounds, or one line that says which head the method needs, before any training."""
+    fed = digits(head_layers=head_layers)
+    refuses = {"fedgh": (0, 2), "fedapa": (2,)}
+    if head_layers in refuses.get(name, ()):
+        with pytest.raises(ValueError, match=r"^model='mlp': Fed(GH|APA) "):
+            experiment.run(make(name), fed, 2)
+        return
+    state = experiment.run(make(name), fed, 2).state
+    assert all(leaf.isfinite().all() for leaf in trees.leaves(everything(state)))
+
+
 # --- what a client sees, and what it may touch -----------------------------------------------------------------------
 
 

@@ -443,3 +443,8 @@ def test_an_unchanged_client_starts_in_the_round_in_which_it_joins(digits):
         ids = fed.play(method, state, 5).ids.tolist()
         joined |= set(ids) if t > 1 else set()
         assert state.kept["began"].nonzero().flatten().tolist() == sorted(joined)
+
+
+def test_without_top_layers_it_is_fedavg(digits, play):
+    fed = digits(head_layers=0, join_ratio=0.5)
+    assert trees.unequal(play(fed, make("fedala"), 2)[0].server, play(fed, make("fedavg"), 2)[0].server) == 0

@@ -336,7 +336,7 @@ def test_a_sequential_round_reports_as_a_parallel_one(digits, play):
     r = sum(t.numel() for t in trees.leaves(digits().init()[0]))
     for a, b in zip(rounds, others, strict=True):
         assert a.ids.tolist() == b.ids.tolist() == sorted(a.ids.tolist())
-        assert (len(a.parts), len(b.parts)) == (3, 1)
+        assert (len(a.calls), len(b.calls)) == (3, 1)
         assert a.bytes_up.tolist() == b.bytes_up.tolist() == a.bytes_down.tolist() == [4 * r] * 3
         assert (a.flops() == b.flops()).all() and len(set(a.flops().tolist())) > 1
         assert a.log()["train"].shape == (3,)

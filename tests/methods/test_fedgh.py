@@ -34,8 +34,9 @@ def own(fed, whole, i):
 
 def held_by(fed, result, i):
     """The model that client i held after a round that it joined."""
-    (part,) = (part for part in result.parts if i in part.ids)
-    return trees.row(part.held, part.ids.tolist().index(i))
+    for (_, at, _), held in zip(fed.by_group(result.ids), fed.parts(result.held), strict=True):
+        if i in result.ids[at]:
+            return trees.row(held, result.ids[at].tolist().index(i))
 
 
 # --- hand numbers ----------------------------------------------------------------------------------------------------
@@ -409,7 +410,10 @@ def narrow():
 @pytest.mark.parametrize(
     ("others", "says"),
     [
-        (lambda: [narrow()], "model='custom': .* 'mlp' gives 64 features, this one 32"),
+        (
+            lambda: [narrow()],
+            "model='custom': FedGH needs equally many features of all models; this one gives 32, 'mlp' 64",
+        ),
         (lambda: [models.build("mlp", (1, 8, 8), 10, head_layers=2)], "model='mlp': FedGH needs one linear layer"),
         (lambda: [models.build("mlp", (1, 8, 8), 10, head_layers=0)], "model='mlp': FedGH needs one linear layer"),
         (lambda: [headless()], "model='custom': FedGH needs one linear layer with a bias as the head"),
