@@ -167,7 +167,7 @@ def mlp(shape, classes):
 
 
 def cnn_mixed(name, filters, units, shape, classes):
-    """CNN-1 to CNN-5 of the FedGH code: two 5x5 convolutions, three linear layers, all with 500 representations."""
+    """CNN-1 to CNN-5 of the FedGH code: two 5x5 convolutions, three linear layers, 500 features."""
     channels, height, width = _image(name, shape, 16)
     after = [((side - 4) // 2 - 4) // 2 for side in (height, width)]
     return [

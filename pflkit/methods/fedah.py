@@ -94,7 +94,7 @@ class FedAH:
     product: ClassVar[str] = "after"
 
     weight_lr: float | None = None  # η_w; None: the local learning rate, as in the paper; the released code: 1.0
-    weight_epochs: int = 1  # E_w
+    weight_epochs: int = 1  # E_w; the paper's
     head_epochs: int = 1  # E_h; not stated in the paper, the released code's default
     weight_init: float = 1.0  # W before the first round; with weight_lr=0 it stays (ours, for the notebook)
 

@@ -1,7 +1,7 @@
 """FedALA: every client starts from the global model, whose top layers it mixes, element by element, with its own.
 
 Source: Zhang, Hua, Wang, Song, Xue, Ma, Guan: FedALA: Adaptive Local Aggregation for Personalized Federated Learning.
-AAAI 2023, arXiv 2212.01197, Algorithm 1.
+AAAI 2023, arXiv 2212.01197.
 
 A model is its lower layers r and its p top layers h. Client i keeps its own h_i and weights W_i in [0, 1], one for each
 element of h, all 1 at first. Round t, for the sampled clients S_t:
@@ -20,11 +20,12 @@ Travels:   the whole model, down and up, as in FedAvg.
 Keeps:     the client's top layers h_i, their weights W_i, and whether it has learned weights before.
 Evaluated: (r^t, ĥ_i) `before` local training, after steps 2 and 3; (r_i, h_i) `after` it.
 
-The p top layers are the model's head: build it with `head_layers=p`; the paper's p is 1.
+The p top layers are the model's head: build it with `head_layers=p`. The released script's `-p 2` counts tensors, a
+weight and a bias: one layer, our default.
 
 Where released code differs, and what we do:
-  - TsingZ0/FedALA and TsingZ0/PFLlib d832e76 (2025-11-29) take a contiguous run of samples from a random offset for s.
-    Here they are drawn at random, as the paper says.
+  - TsingZ0/FedALA (a snapshot without a date) and TsingZ0/PFLlib d832e76 (2025-11-29) take a contiguous run of samples
+    from a random offset for s. Here they are drawn at random, as the paper says.
   - Their first weight learning ends when the last ten epochs' last-batch losses have a standard deviation below 0.1,
     and may run for ever. Here the mean losses of epochs are taken, and `start_epochs`, which is ours, is the limit.
   - They tell the first round by the sum of differences of the model's first tensor, which can be 0 by chance. Here all
@@ -53,7 +54,7 @@ from pflkit.trees import average, full_like, leaves
 def stable(losses, epochs=10, threshold=0.1):
     """Have the last `epochs` of more than `epochs` mean losses a standard deviation below `threshold`?
 
-    The rule and both numbers are the released code's.
+    The rule and both numbers are the released code's, which applies them to the losses of last batches.
 
     >>> stable([1.0] * 10), stable([1.0] * 11), stable([2.0, 1.0] * 6)
     (False, True, False)
@@ -71,8 +72,8 @@ class FedALA:
     paper: ClassVar[str] = "FedALA: Adaptive Local Aggregation for Personalized Federated Learning (Zhang et al., 2023)"
     product: ClassVar[str] = "after"
 
-    weight_lr: float = 1.0  # η_w
-    share: float = 0.8  # s, of each client's training samples
+    weight_lr: float = 1.0  # η_w; the released code's
+    share: float = 0.8  # s, of each client's training samples; the released code's
     start_epochs: int = 100  # at most so many when a client first learns weights; ours
 
     def __post_init__(self):

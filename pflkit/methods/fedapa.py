@@ -3,8 +3,9 @@
 Source: Sun, Sun, Pan, Fu, Guo: FedAPA: Server-side Gradient-Based Adaptive Personalized Aggregation for Federated
 Learning on Heterogeneous Data. IJCAI 2025, doi 10.24963/ijcai.2025/692, arXiv 2502.07456, Algorithm 1.
 
-The server keeps all clients' extractors θ_j and for each client i a row of weights A_i, at first a_ii = 1 and the rest
-0. Client i keeps its head φ_i. Round t, for the sampled clients S_t:
+The server keeps all clients' extractors θ_j (elsewhere: r_j) and for each client i a row of weights A_i, at first 1 for
+itself and 0 for the rest. Client i keeps its head φ_i (elsewhere: h_i); θ'_i is the paper's θ_i after training. Round
+t, for the sampled clients S_t:
     1.  the server mixes and sends            θ̄_i = Σ_j a_ij θ_j                                    (Eq. 5)
     2.  client i trains both parts jointly    (θ'_i, φ_i) <- SGD on f_i from (θ̄_i, φ_i), E epochs
     3.  keeps φ_i, and uploads                θ'_i
@@ -19,11 +20,11 @@ Keeps:     the client's head φ_i. The server keeps N extractors and N² weights
 Evaluated: (θ̄_i, φ_i) `before` local training; (θ'_i, φ_i) `after` it.
 
 Where released code differs, and what we do:
-  - Eq. 6 and 7 as printed climb the proxy loss: Δθ is defined with the other sign. The paper's prose, and its code,
-    descend, and so do we; `sign="paper"` gives what is printed.
+  - Eq. 6 and 7 as printed climb the proxy loss: Δθ is defined with the other sign. The paper's prose descends, and so
+    do its code, Yuxia-Sun/FedAPA a903858 (2025-05-16), and we; `sign="paper"` gives what is printed.
   - "Normalize A_i" is not defined. The code divides by the row's sum, and so do we; `normalize="others"` scales the
     other entries to a sum of 1 − `self_weight` instead.
-  - Yuxia-Sun/FedAPA a903858 (2025-05-16) sets a_ii = 1, the paper ½: `self_weight=1.0` gives the code's.
+  - The code sets a_ii = 1, the paper ½: `self_weight=1.0` gives the code's.
   - It goes client by client, so that the later ones mix what the earlier ones have just uploaded. The paper says in
     parallel, and so do we; `sequential=True` goes client by client, in the order of their ids.
   - It steps the whole of A with momentum 0.9 once per client, so that rows of clients that did not join move too, and
@@ -31,7 +32,8 @@ Where released code differs, and what we do:
   - It takes inner products over batch-norm's statistics and counters, which saturates the weights. Here over trained
     parameters only; buffers are mixed by A like the rest.
   - Its clients' momentum outlives the round; here each round's SGD starts anew.
-  - It scores every client's last local model, our `after` for those that joined.
+  - It scores every client's last local model, our `after` for those that joined. The paper's output is θ̄_i, our
+    `before`.
 """
 
 from dataclasses import dataclass
@@ -110,7 +112,7 @@ class FedAPA:
     )
     product: ClassVar[str] = "after"
 
-    server_lr: float = 0.01  # η; the released configuration's
+    server_lr: float = 0.01  # η; the released configuration's, the paper's is not known to us
     self_weight: float = 0.5  # a_ii; the released code: 1
     sign: str = "descent"  # or "paper": climb the proxy loss, as Eq. 6 and 7 are printed
     normalize: str = "sum"  # or "others"
@@ -122,6 +124,8 @@ class FedAPA:
         choice("sign", self.sign, ("descent", "paper"))
         choice("normalize", self.normalize, ("sum", "others"))
         boolean("sequential", self.sequential)
+        if self.normalize == "others" and self.self_weight == 1:
+            raise ValueError("self_weight=1.0: must be below 1 with normalize='others', or nobody listens to anybody")
 
     @property
     def cohort(self):

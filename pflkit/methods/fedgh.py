@@ -1,10 +1,10 @@
 """FedGH: clients with different extractors share one header, which the server trains on their class means.
 
 Source: Yi, Wang, Liu, Shi, Yu: FedGH: Heterogeneous Federated Learning with Generalized Global Header. ACM Multimedia
-2023, doi 10.1145/3581783.3611781, arXiv 2303.13137, Algorithm 1.
+2023, doi 10.1145/3581783.3611781, arXiv 2303.13137.
 
-Client i has an extractor θ_i of any architecture; all of them give representations in R^r, for one linear header φ
-(elsewhere: the head) from R^r to the K classes. Round t, for the sampled clients S_t:
+Client i has an extractor θ_i (elsewhere: r_i) of any architecture; all of them give representations in R^r, for one
+linear header φ (elsewhere: the head h) from R^r to the K classes. Round t, for the sampled clients S_t:
     1.  the server sends its header           φ^t
     2.  client i trains both parts jointly    (θ_i, φ_i) <- SGD on f_i from (θ_i, φ^t), E epochs
     3.  takes the mean representation of      z̄_i^s = Σ_{x of class s} f(θ_i; x) / n_i^s
@@ -19,16 +19,20 @@ Keeps:     the client's extractor θ_i.
 Evaluated: (θ_i, φ^t) `before` local training, after the header's replacement; (θ_i, φ_i) `after` it.
 
 Where released code differs, and what we do:
-  - The authors' FedGH.py and FedGH_mh.py never train the header: no optimizer owns it, and the server's step moves the
-    last client's network instead. What they run is a random header, replaced each round: ours with `header_lr=0`.
-  - They take the mean of the batches' means, over augmented images. Here z̄ is the mean over the class's samples.
-  - They score participants after local training, our `after`; TsingZ0/PFLlib d832e76 (2025-11-29) scores all clients
+  - LipingYi/FedGH ff50ac0 (2023-08-06), FedGH.py and FedGH_mh.py, never trains the header: no optimizer owns it, and the
+    server's step moves the last client's network instead. What it runs is one fixed random header, which replaces every
+    client's in each round: ours with `header_lr=0`. Whether the paper's tables came from it is not known.
+  - One optimizer and its momentum serve all clients and rounds in FedGH.py, and in the first round of FedGH_mh.py five
+    networks serve all clients. Here each client has its own network, and each round's SGD starts anew.
+  - It takes the mean of the batches' means, over augmented images. Here z̄ is the mean over the class's samples.
+  - It scores participants after local training, our `after`; TsingZ0/PFLlib d832e76 (2025-11-29) scores all clients
     after the header's replacement, our `before`.
   - PFLlib's header is client 0's own head, which that client's training changes; its server takes shuffled batches at
-    rate 1.0 and drops the last short one; and it sends the header to clients that were not sampled, too. Here the
-    header is the server's own, and `header_batch_size` and `header_epochs` say how it is trained.
-  - The paper states no rate η_φ, and finds that it hardly matters. Ours is the local rate of the released code.
-  - Neither says what φ^1 is. Here it is one initial header, the same for all.
+    rate 1.0; its clients leave the last short batch out of their class means, so that one without a full batch uploads
+    nothing; and it sends the header to clients that were not sampled, too. Here the header is the server's own, and
+    `header_batch_size` and `header_epochs` say how it is trained.
+  - The paper's rate η_φ is not known to us; it reports that the rate hardly matters. Ours is the local rate of the
+    released code. Nor is φ^1 known: here it is one initial header, the same for all.
 """
 
 from dataclasses import dataclass

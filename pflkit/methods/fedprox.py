@@ -1,7 +1,7 @@
 """FedProx: FedAvg with a proximal term that holds local training near the global model.
 
 Source: Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: Federated Optimization in Heterogeneous Networks. MLSys 2020,
-arXiv 1812.06127, Algorithm 2.
+arXiv 1812.06127.
 
 Round t, for the sampled clients S_t:
     1.  the server sends                      w^t
@@ -15,10 +15,11 @@ Keeps:     nothing; clients are stateless.
 Evaluated: w^t `before` local training, the method's product; and θ_i `after` it.
 
 Where released code differs, and what we do:
-  - The paper samples clients in proportion to n_i and averages uniformly. TsingZ0/PFLlib d832e76 (2025-11-29) and most
-    other code samples uniformly and averages by n_i, and so do we.
-  - PFLlib's default is μ = 0, which is FedAvg; FL-bench's is 0.01. The FedAH paper, which compares with FedProx, does
-    not state its own.
+  - To our knowledge (not checked against the text) the paper samples clients in proportion to n_i, averages uniformly,
+    and lets each client do as much local work as it can. TsingZ0/PFLlib d832e76 (2025-11-29) samples uniformly and
+    averages by n_i, and so do we; every client does E epochs.
+  - PFLlib's default is μ = 0, which is FedAvg; KarhouTam/FL-bench 06e658b (2025-10-09) sets 0.01 in its configuration,
+    1.0 in its class. What the FedAH paper used is not known to us.
   - PFLlib logs a training loss with the norm not squared; its steps are those of the formula above. Here the loss is
     logged without the proximal term.
 """
@@ -35,7 +36,7 @@ class FedProx:
     paper: ClassVar[str] = "Federated Optimization in Heterogeneous Networks (Li et al., 2020)"
     product: ClassVar[str] = "before"  # the global model
 
-    mu: float = 0.01  # μ; the paper tries 0.001, 0.01, 0.1 and 1, and the best depends on the data
+    mu: float = 0.01  # μ; ours, and FL-bench's; what is best depends on the data
 
     def __post_init__(self):
         real("mu", self.mu, 0)

@@ -496,6 +496,11 @@ def test_impossible_settings_are_refused(wrong):
         make("fedapa", **wrong)
 
 
+def test_a_row_that_could_never_leave_itself_is_refused():
+    with pytest.raises(ValueError, match="self_weight=1.0: must be below 1 with normalize"):
+        make("fedapa", self_weight=1.0, normalize="others")
+
+
 def test_what_is_only_watched_ends_no_run(digits, play):
     """The proxy loss of a raw row beyond float32's range is no number; the row itself is clipped."""
     state, _ = play(digits(), make("fedapa", server_lr=1e30), 2)
