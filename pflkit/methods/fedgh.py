@@ -19,9 +19,9 @@ Keeps:     the client's extractor θ_i.
 Evaluated: (θ_i, φ^t) `before` local training, after the header's replacement; (θ_i, φ_i) `after` it.
 
 Where released code differs, and what we do:
-  - LipingYi/FedGH ff50ac0 (2023-08-06), FedGH.py and FedGH_mh.py, never trains the header: no optimizer owns it, and the
-    server's step moves the last client's network instead. What it runs is one fixed random header, which replaces every
-    client's in each round: ours with `header_lr=0`. Whether the paper's tables came from it is not known.
+  - LipingYi/FedGH ff50ac0 (2023-08-06) never trains the header, in FedGH.py and FedGH_mh.py: no optimizer owns it, and
+    the server's step moves the last client's network instead. What it runs is one fixed random header, which replaces
+    every client's in each round: ours with `header_lr=0`. Whether the paper's tables came from it is not known.
   - One optimizer and its momentum serve all clients and rounds in FedGH.py, and in the first round of FedGH_mh.py five
     networks serve all clients. Here each client has its own network, and each round's SGD starts anew.
   - It takes the mean of the batches' means, over augmented images. Here z̄ is the mean over the class's samples.

@@ -497,7 +497,7 @@ def test_impossible_settings_are_refused(wrong):
 
 
 def test_a_row_that_could_never_leave_itself_is_refused():
-    with pytest.raises(ValueError, match="self_weight=1.0: must be below 1 with normalize"):
+    with pytest.raises(ValueError, match=r"self_weight=1\.0: must be below 1 with normalize"):
         make("fedapa", self_weight=1.0, normalize="others")
 
 
