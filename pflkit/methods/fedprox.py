@@ -46,5 +46,5 @@ class FedProx:
     merge, deploy = FedAvg.merge, FedAvg.deploy
 
     def local(self, clients, kept, message):
-        model = clients.sgd(model_loss, message, pull=(message, self.mu))
+        model = clients.sgd(model_loss, message, pull=(message, self.mu))  # adds μ (θ − w^t) to each gradient
         return (), model, model
