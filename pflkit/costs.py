@@ -25,7 +25,7 @@ def per_round(history):
 def rounds_to_convergence(history, patience=100, point=None):
     """Rounds of training until the best accuracy, if `patience` evaluations after it brought no better one; else None.
 
-    The stopping rule of the FedAH paper's code, where `patience` is 100.
+    The stopping rule of FedAH's released code, where `patience` is 100.
     """
     integer("patience", patience, 1)
     curve = history.curve(point)
