@@ -136,7 +136,9 @@ class Clients:
             for whole, part in zip(trees.leaves(out), trees.leaves(own), strict=True):
                 whole[i] = part.detach()
 
-        self.engine.each(client, self.n)
+        on_vectors = isinstance(self.data, _Later) and self.data.complete() and self.data[0][0].ndim == 2
+        # A step on vectors is too short to share out: threads double its time, but beside extraction they save it.
+        (Engine("loop") if on_vectors else self.engine).each(client, self.n)
         two_samples = functools.partial(_two_samples, self.model, loss, params, fixed, self.data, trained)
         self._count((loss, tuple(trained)), two_samples, samples)
         self._record(phase, seen, out)
@@ -176,12 +178,13 @@ class Clients:
         return some
 
     def through(self, extractor):
-        """The same clients with features [n, r] for inputs, computed once by the frozen `extractor` [C, ...]."""
+        """The same clients with features [n, r] for inputs, computed once by the frozen `extractor` [C, ...].
+
+        They are computed when a client first trains on them, so that one thread extracts while another trains.
+        """
         features = self._forward(Model.extract, extractor)
         behind = copy.copy(self)
-        behind.data = [(z, y) for z, (_, y) in zip(features, self.data, strict=True)]
-        if features[0].ndim == 2:
-            behind.engine = Engine("loop")  # a step on vectors is too short to share out: threads double its time
+        behind.data = _Later(lambda i: (features[i], self.data[i][1]), len(self.n))
         return behind
 
     def class_mean(self, f, params):
@@ -190,28 +193,30 @@ class Clients:
         `f` is of ONE client and sees its model in evaluation mode. A mean is over samples, however they are batched.
         """
         counts, means = self.class_counts, []
-        for values, (_, y), n in zip(self._forward(f, params), self.data, counts, strict=True):
+        forward = self._forward(f, params)
+        self.engine.each(forward.__getitem__, self.n)
+        for values, (_, y), n in zip(forward, self.data, counts, strict=True):
             sums = values.new_zeros(len(n), *values.shape[1:], dtype=torch.float64).index_add_(0, y, values.double())
             mean = sums / n.clamp(min=1).view(-1, *[1] * (sums.ndim - 1))
             means.append(mean.to(values.dtype) if values.is_floating_point() else mean)
         return Rows(torch.stack(means), counts > 0)
 
     def _forward(self, f, params):
-        """f(model, params, x) of each client's samples, without gradients: a tensor [n, ...] a client."""
+        """f(model, params, x) of each client's samples, without gradients: tensors [n, ...], _Later."""
         self._check_rows("params", params)
-        values = [None] * len(self.data)
+        samples = np.zeros(len(self.n))
 
         def client(i):
             own = _own(trees.row(params, i), self.model.plain)
-            values[i] = _forward(lambda x: f(self.model, own, x), self.data[i][0])
+            samples[i] = self.n[i]
+            return _forward(lambda x: f(self.model, own, x), self.data[i][0])
 
         def two_samples():
             with torch.no_grad():
                 f(self.model, trees.row(params, 0), self.data[0][0][[0, -1]])
 
-        self.engine.each(client, self.n)
-        self._count(f, two_samples, self.n)
-        return values
+        self._count(f, two_samples, samples)
+        return _Later(client, len(self.n))
 
     def flops(self):
         """The FLOPs [C] of all that was trained so far: each kind of step is measured once, on two samples."""
@@ -268,6 +273,24 @@ class Clients:
                 f"round {self.round}, client {who}, phase {phase!r}: training diverged (loss or parameters are not "
                 f"finite); a smaller lr may help"
             )
+
+
+class _Later:
+    """A list whose items are made when they are first asked for, by the thread that asks."""
+
+    def __init__(self, make, length):
+        self.make, self.items = make, [None] * length
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, i):
+        if self.items[i] is None:
+            self.items[i] = self.make(i)
+        return self.items[i]
+
+    def complete(self):
+        return all(item is not None for item in self.items)
 
 
 def evaluate(model, params, data, engine):

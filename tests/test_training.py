@@ -491,7 +491,11 @@ def test_an_error_in_a_users_forward_surfaces_as_itself(engine):
     model = from_modules(Fragile(6, 4), nn.Linear(4, CLASSES), (6,), CLASSES)
     params = start(model)
     want = sampled(model).sgd(model_loss, params)
-    for use in (lambda c: c.sgd(model_loss, params), lambda c: c.through(params[0])):
+
+    def behind(c):  # features are computed when they are needed
+        c.through(params[0]).sgd(head_loss, params[1])
+
+    for use in (lambda c: c.sgd(model_loss, params), behind):
         clients = sampled(model, engine=engine)
         clients.data[2][0][3] = 1000
         with pytest.raises(KeyError, match="a fault of the user's") as caught:
@@ -1055,3 +1059,20 @@ def test_dropout_of_two_federations_in_two_threads():
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
         assert [trees.unequal(ends[r], alone[r - 1]) for r in (1, 2)] == [0, 0]
+
+
+@pytest.mark.parametrize("engine", ["loop", "threads"])
+def test_features_are_computed_once_and_only_if_they_are_needed(engine):
+    """By the first phase that trains on them; a phase without epochs needs none, and costs nothing."""
+    model = make_model("cnn-small")
+    params = start(model)
+    clients = sampled(model, engine=engine)
+    behind = clients.through(params[0])
+    assert behind.sgd(head_loss, params[1], epochs=0).keys() == params[1].keys()
+    assert clients.flops().tolist() == [0] * 5
+    first = behind.sgd(head_loss, params[1], phase="a")
+    once = clients.flops()
+    second = behind.sgd(head_loss, first, phase="b")
+    heads = once - (clients.flops() - once)  # what the first phase cost beyond the second: the extraction
+    assert (heads > 0).all() and np.allclose(heads / np.array(SIZES), heads[0] / SIZES[0])
+    assert trees.unequal(second, first) > 0
