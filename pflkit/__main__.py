@@ -1,4 +1,4 @@
-"""The command line: python -m pflkit [run | list] ..."""
+"""The command line: python -m pflkit [run | list | data] ..."""
 
 import re
 import sys
@@ -68,9 +68,24 @@ def list_methods():
         click.echo(f"{name:<10} {method.paper}")
 
 
+@main.command("data")
+@click.option("--data-root", help="Folder of the data sets.  [$PFLKIT_DATA, else a folder of the user's cache]")
+def list_data(data_root):
+    """Prints a line per data set: what is found of it, where, and what to do about the rest."""
+    from pflkit.inventory import FOUND
+
+    try:
+        for name, found in FOUND.items():
+            click.echo(f"{name:<14} {found(data_root)}")
+    except OSError as error:
+        refuse(error)
+
+
 @main.command()
 @click.argument("method")
-@click.option("--dataset", default="digits", show_default=True, help="digits, fashion-mnist, or a FILE.npz of x and y.")
+@click.option(
+    "--dataset", default="digits", show_default=True, help="A name that `data` lists, or a FILE.npz of x and y."
+)
 @click.option(
     "--model",
     help="cnn, cnn-small, cnn-1 to -5, mlp, mlp-1 to -5; A+B: clients have A or B, in turn.  [what fits the data]",
@@ -100,7 +115,7 @@ def run(method, pairs, join_ratio, **options):
         options["out"] = options["out"] or None
         settings = dict(_setting(pair) for pair in pairs)
         history = experiment(method, settings=settings, join_ratio=_ratio(join_ratio), progress=1, **options)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:  # ImportError: texts without torchtext
         refuse(error)
     except FloatingPointError as error:
         raise click.ClickException(str(error)) from None  # diverged: no bad input, ends with 1

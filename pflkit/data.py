@@ -1,9 +1,10 @@
 """Data sets by name, as two arrays in memory: samples x and labels y, train and test parts merged.
 
-    load("digits" | "fashion-mnist" | "FILE.npz") -> Dataset
+    load(a key of LOADERS, as "digits", or "FILE.npz") -> Dataset
 
 The parts are merged (train first, then test) because every partition splits each client's own samples again. Files
-that are present are used as they are, and no network is touched then; nothing here reads or writes a pickle.
+that are present are used as they are, and no network is touched then. The only pickles read are CIFAR's own, by
+torchvision and once their md5 is right; none is written.
 """
 
 import gzip
@@ -20,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pflkit import checks
+from pflkit import checks, text
 
 MNIST_SIZES = {"train": 60_000, "t10k": 10_000}  # images in the two parts of MNIST and its look-alikes
 
@@ -33,6 +34,7 @@ class Dataset:
     x: torch.Tensor
     y: np.ndarray
     classes: tuple
+    vocabulary: int | None = None  # of texts: x holds int64 word numbers 0..vocabulary-1, [n, length]
 
     @property
     def shape(self):
@@ -84,8 +86,8 @@ def images(pixels, top):
 
     (pixel / top - 0.5) / 0.5: the papers' "normalised to mean 0.5, standard deviation 0.5" in every channel.
     """
-    x = torch.tensor(pixels, dtype=torch.float32).div_(top).sub_(0.5).div_(0.5)
-    return x[:, None] if x.ndim == 3 else x.permute(0, 3, 1, 2).contiguous()
+    x = pixels[:, None] if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2)
+    return torch.from_numpy(x.astype(np.float32, order="C")).div_(top).sub_(0.5).div_(0.5)
 
 
 def _digits(root, download):
@@ -103,23 +105,69 @@ def _fashion_mnist(root, download):
     return _mnist_like(FashionMNIST, root, download)
 
 
-LOADERS = {"digits": _digits, "fashion-mnist": _fashion_mnist}  # name: function (root, download) -> x, y, classes
+def _mnist(root, download):
+    """70,000 grey images 28 x 28 of handwritten digits."""
+    from torchvision.datasets import MNIST
+
+    return _mnist_like(MNIST, root, download)
+
+
+def _cifar10(root, download):
+    """60,000 colour images 32 x 32 in 10 classes."""
+    from torchvision.datasets import CIFAR10
+
+    from pflkit.images import cifar
+
+    return cifar(CIFAR10, root, download)
+
+
+def _cifar100(root, download):
+    """60,000 colour images 32 x 32 in 100 classes, the fine ones."""
+    from torchvision.datasets import CIFAR100
+
+    from pflkit.images import cifar
+
+    return cifar(CIFAR100, root, download)
+
+
+def _tiny_imagenet(root, download):
+    """110,000 colour images 64 x 64 in 200 classes, or what is there of them."""
+    from pflkit.images import tiny_imagenet
+
+    return tiny_imagenet(root, download)
+
+
+LOADERS = {  # name: function (root, download) -> x, y, classes, and of texts the size of the vocabulary
+    "digits": _digits,
+    "fashion-mnist": _fashion_mnist,
+    "mnist": _mnist,
+    "cifar10": _cifar10,
+    "cifar100": _cifar100,
+    "tiny-imagenet": _tiny_imagenet,
+    "agnews": lambda root, download: text.ag_news(data_root(root) / "ag_news_csv", download),
+}
 
 
 def _mnist_like(source, root, download):
     """The four idx files of `source` (a torchvision class: its folder, addresses and class names), read or fetched."""
-    raw = data_root(root) / source.__name__ / "raw"
-    shapes = {f"{part}-images-idx3-ubyte": (n, 28, 28) for part, n in MNIST_SIZES.items()}
-    shapes |= {f"{part}-labels-idx1-ubyte": (n,) for part, n in MNIST_SIZES.items()}
+    raw, shapes, paths = idx_files(source, root)
     # What is there is read first: a corrupt file is named, not replaced behind the user's back.
-    paths = {name: [path for path in (raw / name, raw / f"{name}.gz") if path.is_file()] for name in shapes}
-    arrays = {name: _read_idx(paths[name][0], shapes[name]) for name in shapes if paths[name]}
+    arrays = {name: _read_idx(paths[name], shapes[name]) for name in paths}
     missing = [name for name in shapes if name not in arrays]
     if missing:
         _fetch(source, raw, missing, download)
         arrays |= {name: _read_idx(raw / f"{name}.gz", shapes[name]) for name in missing}
     x, y = (np.concatenate([arrays[name] for name in shapes if kind in name]) for kind in ("images", "labels"))
     return images(x, 255), y.astype(np.int64), tuple(source.classes)
+
+
+def idx_files(source, root):
+    """The folder of the idx files of `source`, their shapes by name, and the paths of those there, unpacked or .gz."""
+    raw = data_root(root) / source.__name__ / "raw"
+    shapes = {f"{part}-images-idx3-ubyte": (n, 28, 28) for part, n in MNIST_SIZES.items()}
+    shapes |= {f"{part}-labels-idx1-ubyte": (n,) for part, n in MNIST_SIZES.items()}
+    found = {name: [path for path in (raw / name, raw / f"{name}.gz") if path.is_file()] for name in shapes}
+    return raw, shapes, {name: paths[0] for name, paths in found.items() if paths}
 
 
 def _read_idx(path, shape):

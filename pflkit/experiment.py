@@ -20,9 +20,12 @@ from pflkit.checks import boolean, integer
 from pflkit.identity import describe, digest
 from pflkit.methods import make
 
-# cnn: the FedAH paper; cnn-1 to cnn-5: FedGH's released code; the others ours.
+# cnn, resnet18, fasttext: the FedAH paper; cnn-1 to cnn-5: FedGH's released code; the others ours.
 LR = dict.fromkeys(models.MODELS, 0.05) | dict.fromkeys(models.CNNS, 0.01) | {"cnn": 0.005}
-DEFAULT_MODEL = {"digits": "mlp", "fashion-mnist": "cnn"}
+LR |= {"resnet18": 0.01, "fasttext": 0.01}
+DEFAULT_MODEL = {"digits": "mlp"} | dict.fromkeys(
+    ("fashion-mnist", "mnist", "cifar10", "cifar100", "tiny-imagenet"), "cnn"
+)
 
 
 @dataclass
@@ -155,7 +158,8 @@ def experiment(
     if not isinstance(settings, dict | None):
         raise ValueError(f"settings={settings!r}: must be a dict of the method's settings")
     names = (model or DEFAULT_MODEL.get(dataset) or ("cnn" if _fits_cnn(loaded.shape) else "mlp")).split("+")
-    nets = [models.build(name, loaded.shape, loaded.num_classes, seed=seed) for name in names]
+    about = loaded.shape, loaded.num_classes
+    nets = [models.build(name, *about, vocabulary=loaded.vocabulary, seed=seed) for name in names]
     if lr is None and len({LR[name] for name in names}) > 1:
         raise ValueError(f"lr=None: must be given, for {model} have different rates by default")
     given = {key: value for key, value in (("beta", beta), ("classes", classes)) if value is not None}

@@ -107,6 +107,14 @@ class Federation:
                     f"model={m.name!r}: takes {m.shape} and {m.classes} classes, but {dataset.name!r} has "
                     f"{tuple(dataset.shape)} and {dataset.num_classes}"
                 )
+            if dataset.x.is_floating_point() != (m.vocabulary is None):
+                takes, has = ("real numbers", "ids") if m.vocabulary is None else ("ids", "real numbers")
+                raise ValueError(f"model={m.name!r}: takes {takes}, but {dataset.name!r} has {has} ({dataset.x.dtype})")
+            if m.vocabulary and not 0 <= int(dataset.x.min()) <= int(dataset.x.max()) < m.vocabulary:
+                ends = f"{int(dataset.x.min())} to {int(dataset.x.max())}"
+                raise ValueError(
+                    f"model={m.name!r}: takes ids from 0 to {m.vocabulary - 1}, but {dataset.name!r} has {ends}"
+                )
         if not 1 <= len(models) <= partition.num_clients:
             names = "+".join(m.name for m in models)
             raise ValueError(

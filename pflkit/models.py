@@ -3,8 +3,9 @@
     z = model.extract(r, x)         representations [B, r] of inputs x [B, ...]
     logits = model.classify(h, z)   [B, classes]
 
-`r` and `h` are dicts of tensors. The bundled networks are chains of torch layers that run as plain functions of such a
-dict, so that many clients can use one model at once; any other torch module works too (`from_modules`).
+`r` and `h` are dicts of tensors. The bundled networks, but for torchvision's ResNet, are chains of torch layers that
+run as plain functions of such a dict, so that many clients can use one model at once; any other torch module works too
+(`from_modules`). Inputs are real numbers, or the ids of a vocabulary's words: whole numbers from 0.
 """
 
 import copy
@@ -24,11 +25,20 @@ class Trained(dict):
     """Parameters being trained: on these, batch-norm and dropout work as in training; on others, as in evaluation."""
 
 
+class Mean(nn.Module):
+    """The mean over all positions: [B, length, ...] -> [B, ...]."""
+
+    def forward(self, x):
+        return x.mean(1)
+
+
 LAYERS = {  # the layers of the bundled models, with the settings that occur there
     nn.Conv2d: lambda layer, p, n, x: F.conv2d(
         x, p[n + ".weight"], p[n + ".bias"], layer.stride, layer.padding, layer.dilation, layer.groups
     ),
     nn.Linear: lambda layer, p, n, x: F.linear(x, p[n + ".weight"], p[n + ".bias"]),
+    nn.Embedding: lambda layer, p, n, x: F.embedding(x, p[n + ".weight"], layer.padding_idx),
+    Mean: lambda layer, p, n, x: x.mean(1),
     nn.MaxPool2d: lambda layer, p, n, x: F.max_pool2d(x, layer.kernel_size, layer.stride),
     nn.ReLU: lambda layer, p, n, x: F.relu(x),
     nn.Flatten: lambda layer, p, n, x: x.flatten(1),
@@ -78,12 +88,14 @@ class Part:
 class Model:
     """An extractor and a head for inputs of `shape` (one sample) and `classes` classes.
 
+    vocabulary: None for inputs that are real numbers; V for ids of words, whole numbers from 0 to V-1.
     Raises ValueError where the modules do not turn a batch [B, *shape] into logits [B, classes], and where they cannot
     be told apart as trees of tensors: two layers that share a parameter, or one name for a parameter and a buffer.
     """
 
-    def __init__(self, name, extractor, head, shape, classes, plain=False):
+    def __init__(self, name, extractor, head, shape, classes, plain=False, vocabulary=None):
         self.name, self.shape, self.classes, self.plain = name, tuple(shape), classes, plain
+        self.vocabulary = None if vocabulary is None else integer("vocabulary", vocabulary, 1)
         self.extractor, self.head = Part(extractor, plain), Part(head, plain)
         parts = (self.extractor, self.head)
         self.batch_norm, self.dropout = any(p.batch_norm for p in parts), any(p.dropout for p in parts)
@@ -98,7 +110,8 @@ class Model:
             raise ValueError(f"model={name!r}: buffer {min(lost)!r} is not persistent, so it could not travel")
         try:
             with GLOBAL, torch.no_grad(), torch.random.fork_rng(devices=[]):
-                two, start = torch.zeros(2, *self.shape), torch.get_rng_state()
+                two = torch.zeros(2, *self.shape, dtype=None if vocabulary is None else torch.int64)
+                start = torch.get_rng_state()
                 self.features = self.extract(self.extractor.state(), two).shape[1:].numel()
                 out, before = self.predict(self.init(), two), torch.get_rng_state()
                 self.predict(tuple(map(Trained, self.init())), two)  # F.dropout in a custom module shows only here
@@ -127,9 +140,12 @@ class Model:
         return self.extractor.state(), self.head.state()
 
 
-def from_modules(extractor, head, shape, classes, name="custom"):
-    """A Model of your own two torch modules; their present values are the initial parameters."""
-    return Model(name, extractor, head, shape, classes)
+def from_modules(extractor, head, shape, classes, name="custom", vocabulary=None):
+    """A Model of your own two torch modules; their present values are the initial parameters.
+
+    vocabulary: how many ids there are, where inputs are ids, whole numbers from 0, and not real numbers.
+    """
+    return Model(name, extractor, head, shape, classes, vocabulary=vocabulary)
 
 
 def cnn(shape, classes):
@@ -186,29 +202,72 @@ def mlp_mixed(units, shape, classes):
     ]
 
 
+def resnet18(shape, classes):
+    """Torchvision's ResNet-18 as it is, untrained: colour images of any size, batch-norm; its last linear layer apart.
+
+    11,279,112 parameters and 9,620 numbers in buffers for 200 classes.
+    """
+    import torchvision  # here, because that takes a second
+
+    if len(shape) != 3 or shape[0] != 3:
+        raise ValueError(
+            f"model='resnet18': does not fit inputs of shape {shape}: needs colour images (3, height, width); "
+            "try 'cnn', 'cnn-small' or 'mlp'"
+        )
+    body = torchvision.models.resnet18(weights=None, num_classes=classes)
+    head, body.fc = body.fc, nn.Identity()
+    return [("body", body), ("fc", head)]
+
+
+def fasttext(shape, classes, vocabulary):
+    """The fastText of the FedAH paper's code: the mean of a text's word vectors, and two linear layers with no ReLU.
+
+    Id 0 is a pad, or an unknown word: a vector of zeros that is not trained. It counts in the mean, which is over all
+    positions. 3,157,508 parameters for 98,635 words and 4 classes.
+    """
+    if len(shape) != 1:
+        raise ValueError(f"model='fasttext': does not fit inputs of shape {shape}: needs texts (length,)")
+    return [
+        *[("embed", nn.Embedding(vocabulary, 32, padding_idx=0)), ("mean", Mean())],
+        *[("fc1", nn.Linear(32, 32)), ("fc2", nn.Linear(32, classes))],
+    ]
+
+
 CNNS = {"cnn-1": (32, 2000), "cnn-2": (16, 2000), "cnn-3": (32, 1000), "cnn-4": (32, 800), "cnn-5": (32, 500)}
 MLPS = {"mlp-1": 256, "mlp-2": 128, "mlp-3": 64, "mlp-4": 32, "mlp-5": 16}
 MODELS = {
     **{"cnn": cnn, "cnn-small": cnn_small, "mlp": mlp},
     **{name: functools.partial(cnn_mixed, name, *size) for name, size in CNNS.items()},
     **{name: functools.partial(mlp_mixed, units) for name, units in MLPS.items()},
+    **{"resnet18": resnet18, "fasttext": fasttext},
 }
+TEXT = ("fasttext",)  # the models of ids
 
 
-def build(name, shape, classes, *, head_layers=1, seed=0):
+def build(name, shape, classes, *, vocabulary=None, head_layers=1, seed=0):
     """A bundled model for inputs of `shape`, cut so that the head is its last `head_layers` layers with parameters.
 
-    `head_layers` goes from 0 (all is extractor, the head is empty) to the number of such layers (all is head). Initial
-    values are torch's default, drawn from `seed`; the global random state is left alone. Raises ValueError for an
-    unknown name, a cut that does not exist and a model that does not fit the inputs.
+    `vocabulary` is how many ids there are where inputs are the ids of words, as a text model needs them. `head_layers`
+    goes from 0 (all is extractor, the head is empty) to the number of such layers (all is head); of a ResNet all before
+    its last linear layer counts as one. Initial values are torch's or torchvision's default, drawn from `seed`; the
+    global random state is left alone. Raises ValueError for an unknown name, a cut that does not exist and a model that
+    does not fit the inputs.
     """
     choice("model", name, MODELS)
     integer("classes", classes, 1)
     for side in shape:
         integer("shape", side, 1)
+    if vocabulary is not None:
+        integer("vocabulary", vocabulary, 1)
+    if (name in TEXT) != (vocabulary is not None):
+        found = f"inputs of shape {tuple(shape)}" + (", ids of words" if vocabulary else "")
+        advice = "takes real numbers; try " + " or ".join(map(repr, TEXT))
+        if name in TEXT:
+            advice = "takes ids of words (and vocabulary=, how many there are); try 'cnn' or 'mlp'"
+        raise ValueError(f"model={name!r}: does not fit {found}: {advice}")
     with GLOBAL, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(torch_seed(seed, "weights"))  # the CPU's: no GPU's state is touched
-        layers = MODELS[name](tuple(shape), classes)
+        layers = MODELS[name](tuple(shape), classes, *([] if vocabulary is None else [vocabulary]))
     cuts = [i for i, (_, layer) in enumerate(layers) if any(True for _ in layer.parameters())]
     integer("head_layers", head_layers, 0, len(cuts))
     cut = [*cuts, len(layers)][len(cuts) - head_layers]
@@ -216,7 +275,8 @@ def build(name, shape, classes, *, head_layers=1, seed=0):
         cut = 0  # what comes before the first parameters, a flattening, goes with them
     extractor, head = (nn.Sequential(OrderedDict(part)) for part in (layers[:cut], layers[cut:]))
     head = head[0] if len(head) == 1 else head  # one layer: "weight", "bias"
-    return Model(name, extractor, head, shape, classes, plain=True)
+    plain = all(type(layer) in LAYERS for _, layer in layers)
+    return Model(name, extractor, head, shape, classes, plain, vocabulary)
 
 
 def _image(name, shape, least):

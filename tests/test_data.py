@@ -1,20 +1,28 @@
 """pflkit.data: what is loaded, where it is looked for, one line for what cannot be used. No test needs a network."""
 
 import gzip
+import hashlib
+import io
 import os
 import pickle
 import random
 import re
+import shutil
 import socket
+import threading
 import zipfile
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torchvision.datasets.cifar
 import torchvision.datasets.utils
+from PIL import Image
+from torchvision.datasets import CIFAR10, CIFAR100
 
-from pflkit import data
+from pflkit import data, images
 from pflkit.data import Dataset, data_root, load
 
 SIZES = {"train": 40, "t10k": 20}  # small stand-ins for 60,000 and 10,000
@@ -138,7 +146,8 @@ def test_global_random_states_are_left_alone(files, no_requests):
 @pytest.mark.parametrize("name", ["cifar", "Digits", "", None, 3, "images.npy", Path("digits"), ["digits"]])
 def test_unknown_names_are_answered_with_the_known_ones(name):
     text = message(ValueError, load, name)
-    assert text == f"dataset={name!r}: must be one of 'digits', 'fashion-mnist', 'FILE.npz'"
+    known = ["digits", "fashion-mnist", "mnist", "cifar10", "cifar100", "tiny-imagenet", "agnews", "FILE.npz"]
+    assert text == f"dataset={name!r}: must be one of {', '.join(map(repr, known))}"
 
 
 def test_download_must_be_a_boolean():
@@ -318,6 +327,343 @@ def test_real_fashion_mnist(no_requests):
     # The training pixels' mean and standard deviation on [0, 1], 0.2860 and 0.3530, as widely published.
     pixels = (fashion.x[:60_000].double() + 1) / 2
     assert (pixels.mean().item(), pixels.std().item()) == pytest.approx((0.2860, 0.3530), abs=1e-4)
+
+
+# --- MNIST -----------------------------------------------------------------------------------------------------------
+
+
+def test_mnist_lies_in_its_own_folder(files, tmp_path, no_requests):
+    assert str(tmp_path / "MNIST" / "raw") in message(FileNotFoundError, load, "mnist", download=False)
+    shutil.copytree(files, tmp_path / "MNIST" / "raw")
+    mnist = load("mnist")
+    assert (mnist.name, mnist.shape, len(mnist.y), mnist.classes[3]) == ("mnist", (1, 28, 28), 60, "3 - three")
+    assert torch.equal(mnist.x, load("fashion-mnist").x)
+
+
+def real(name, folder):
+    """A real data set, or a test skipped for want of it."""
+    if not os.environ.get("PFLKIT_DATA") or not (data_root() / folder).is_dir():
+        pytest.skip(f"PFLKIT_DATA names no folder with {folder}")
+    return load(name, download=False)
+
+
+@pytest.mark.data
+def test_real_mnist(no_requests):
+    mnist = real("mnist", "MNIST/raw")
+    assert mnist.x.shape == (70_000, 1, 28, 28)
+    assert mnist.y[:8].tolist() == [5, 0, 4, 1, 9, 2, 1, 3]
+    # Digits of each kind in the training part, and the pixels' mean and deviation there, as widely published.
+    assert np.bincount(mnist.y[:60_000]).tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+    pixels = (mnist.x[:60_000].double() + 1) / 2
+    assert (pixels.mean().item(), pixels.std().item()) == pytest.approx((0.1307, 0.3081), abs=1e-4)
+
+
+# --- CIFAR -----------------------------------------------------------------------------------------------------------
+
+
+def batch(first, labels, key):
+    """A CIFAR batch as its site describes it: a row has 1,024 red values, 1,024 green, 1,024 blue, row by row."""
+    rows = np.zeros((len(labels), 3072), np.uint8)
+    rows[:, 0] = first + np.arange(len(labels))  # an image is known by the red of its first pixel
+    rows[:, 1024 + 1] = 51  # green, first row, second column
+    rows[:, 2048 + 32] = 102  # blue, second row, first column
+    return pickle.dumps({"data": rows, key: labels}, protocol=2)
+
+
+@pytest.fixture(params=[CIFAR10, CIFAR100], ids=["cifar10", "cifar100"])
+def cifar(request, tmp_path, monkeypatch):
+    """cifar(): a folder of small batches under PFLKIT_DATA, in the official format, whose md5 torchvision is told."""
+    source, ten = request.param, request.param is CIFAR10
+    key, last = ("labels", 9) if ten else ("fine_labels", 99)
+    content = {name: batch(10 * i, [i, last], key) for i, (name, _) in enumerate(source.train_list)}
+    content[source.test_list[0][0]] = batch(200, [1, 0, 2], key)
+    content[source.meta["filename"]] = pickle.dumps({source.meta["key"]: [f"c{k}" for k in range(last + 1)]}, 2)
+    monkeypatch.setenv("PFLKIT_DATA", str(tmp_path))
+    monkeypatch.setattr(images, "CIFAR_SIZES", (2 * len(source.train_list), 3))
+
+    def write(**changed):
+        folder = tmp_path / source.base_folder
+        folder.mkdir()
+        for name, value in (content | changed).items():
+            (folder / name).write_bytes(value)
+
+        def md5(name):
+            return hashlib.md5((folder / name).read_bytes()).hexdigest()
+
+        for part in ("train_list", "test_list"):
+            monkeypatch.setattr(source, part, [[name, md5(name)] for name, _ in getattr(source, part)])
+        monkeypatch.setattr(source, "meta", source.meta | {"md5": md5(source.meta["filename"])})
+        return folder
+
+    write.name, write.source, write.key = "cifar10" if ten else "cifar100", source, key
+    return write
+
+
+def test_cifar_from_files_makes_no_request(cifar, no_requests):
+    folder = cifar()
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    loaded = load(cifar.name)
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    parts = len(cifar.source.train_list)
+    assert loaded.x.shape == (2 * parts + 3, 3, 32, 32) and loaded.x.dtype == torch.float32 and loaded.x.is_contiguous()
+    last = len(loaded.classes) - 1
+    assert (loaded.classes[0], loaded.classes[-1]) == ("c0", f"c{last}") and last in (9, 99)
+    assert loaded.y.dtype == np.int64
+    assert loaded.y.tolist() == [label for i in range(parts) for label in (i, last)] + [1, 0, 2]
+    firsts = [10 * i + j for i in range(parts) for j in (0, 1)] + [200, 201, 202]
+    np.testing.assert_allclose(loaded.x[:, 0, 0, 0].numpy(), 2 * np.array(firsts) / 255 - 1, atol=1e-6)
+    np.testing.assert_allclose(loaded.x[:, 1, 0, 1].numpy(), -0.6, atol=1e-6)  # 51/255 = 0.2
+    np.testing.assert_allclose(loaded.x[:, 2, 1, 0].numpy(), -0.2, atol=1e-6)  # 102/255 = 0.4
+    assert (loaded.x[:, 1:, 0, 0] == -1).all() and (loaded.x[:, 0, 1:] == -1).all()
+
+
+def test_cifar_missing_files(cifar, no_network, tmp_path):
+    names = [name for name, _ in cifar.source.train_list + cifar.source.test_list]
+    empty = tmp_path / "empty"
+    for options, why in (({}, "Network is unreachable"), ({"download": False}, "download=False")):
+        text = message(FileNotFoundError, load, cifar.name, root=empty, **options)
+        assert text.startswith(f"{empty / cifar.source.base_folder} lacks {', '.join(names)}, ") and why in text
+        assert not empty.exists() or list(empty.iterdir()) == []
+
+
+def test_cifar_downloads_only_what_is_missing(cifar, monkeypatch, no_requests, tmp_path):
+    folder = cifar()
+    before = {path.name: (path.stat().st_ino, path.read_bytes()) for path in folder.iterdir()}
+    gone = cifar.source.test_list[0][0]
+    (folder / gone).unlink()
+
+    def download_and_extract_archive(url, root, filename, md5):
+        assert (url, md5) == (cifar.source.url, cifar.source.tgz_md5)
+        Path(root, folder.name).mkdir()
+        for name, (_, content) in before.items():
+            Path(root, folder.name, name).write_bytes(content)
+
+    monkeypatch.setattr(torchvision.datasets.cifar, "download_and_extract_archive", download_and_extract_archive)
+    assert load(cifar.name).y[-3:].tolist() == [1, 0, 2]
+    after = {path.name: (path.stat().st_ino, path.read_bytes()) for path in folder.iterdir()}
+    assert after.keys() == before.keys() and all(after[name] == before[name] for name in before if name != gone)
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize("complete", [True, False], ids=["complete", "partial"])
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b"", lambda b: pickle.dumps(Armed())])
+def test_corrupt_cifar_is_named_and_neither_unpickled_nor_replaced(cifar, monkeypatch, no_requests, damage, complete):
+    folder = cifar()
+    monkeypatch.chdir(folder.parent)
+    name = cifar.source.train_list[0][0]
+    (folder / name).write_bytes(damage((folder / name).read_bytes()))
+    if not complete:
+        (folder / cifar.source.test_list[0][0]).unlink()
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    text = message(ValueError, load, cifar.name)
+    assert text.startswith(f"{folder}: corrupt (md5) {name}; ") and "delete" in text
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    assert not Path("fired").exists()
+
+
+@pytest.mark.parametrize("labels", [[1, 0, 100], [1, 0, -1], [1, 0]])
+def test_cifar_content_is_looked_at(cifar, labels, no_requests):
+    folder = cifar(**{cifar.source.test_list[0][0]: batch(0, labels, cifar.key)})
+    assert message(ValueError, load, cifar.name).startswith(f"{folder} must hold ")
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("name", "folder", "classes"), [("cifar10", "cifar-10-batches-py", 10), ("cifar100", "cifar-100-python", 100)]
+)
+def test_real_cifar(no_requests, name, folder, classes):
+    loaded = real(name, folder)
+    assert loaded.x.shape == (60_000, 3, 32, 32)
+    assert np.bincount(loaded.y[:50_000]).tolist() == [50_000 // classes] * classes
+    assert np.bincount(loaded.y[50_000:]).tolist() == [10_000 // classes] * classes
+    if name == "cifar10":  # the training pixels' means, red, green, blue, as widely published
+        means = (loaded.x[:50_000].mean((0, 2, 3), dtype=torch.float64) + 1) / 2
+        assert means.tolist() == pytest.approx([0.4914, 0.4822, 0.4465], abs=1e-4)
+
+
+# --- Tiny-ImageNet ---------------------------------------------------------------------------------------------------
+
+TINY_COLOURS = {"n09": (255, 0, 0), "n01": (0, 255, 0), "n05": (0, 0, 255)}  # in wnids.txt's order
+
+
+def jpeg(colour, size=(64, 64)):
+    """A JPEG of one colour; of one number, a grey one."""
+    file = io.BytesIO()
+    Image.new("L" if isinstance(colour, int) else "RGB", size, colour).save(file, "JPEG", quality=95)
+    return file.getvalue()
+
+
+def tiny_files():
+    """Three classes, two training images and a validation image each, in the official layout: {path: bytes}."""
+    files = {"wnids.txt": b"n09\nn01\nn05\n", "words.txt": b"n01\tgoldfish, Carassius auratus\nn02\tx\nn05\tcrane\n"}
+    for wnid, colour in TINY_COLOURS.items():
+        files |= {f"train/{wnid}/images/{wnid}_{i}.JPEG": jpeg(colour) for i in (0, 1)}
+    files |= {f"val/images/val_{i}.JPEG": jpeg(colour) for i, colour in enumerate(TINY_COLOURS.values())}
+    lines = [f"val_{i}.JPEG\t{wnid}\t0\t0\t63\t63\n" for i, wnid in reversed([*enumerate(TINY_COLOURS)])]
+    return files | {"val/val_annotations.txt": "".join(lines).encode()}
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """The folder of a small Tiny-ImageNet under PFLKIT_DATA."""
+    monkeypatch.setenv("PFLKIT_DATA", str(tmp_path))
+    folder = tmp_path / "tiny-imagenet-200"
+    for name, content in tiny_files().items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def test_tiny_imagenet_from_files_makes_no_request(tiny, no_requests):
+    (tiny / "train/n01/images/n01_1.JPEG").write_bytes(jpeg(102))  # a grey one, 102/255 = 0.4
+    loaded = load("tiny-imagenet")
+    assert loaded.x.shape == (9, 3, 64, 64) and loaded.x.dtype == torch.float32 and loaded.x.is_contiguous()
+    assert loaded.classes == ("n09", "goldfish", "crane")
+    assert loaded.y.dtype == np.int64 and loaded.y.tolist() == [0, 0, 1, 1, 2, 2, 2, 1, 0]
+    for i, k in enumerate(loaded.y):
+        expected = [-0.2] * 3 if i == 3 else [1 if channel == k else -1 for channel in range(3)]
+        np.testing.assert_allclose(loaded.x[i].mean((1, 2)).numpy(), expected, atol=0.03)
+
+
+def test_tiny_imagenet_of_some_classes(tiny, no_requests):
+    shutil.rmtree(tiny / "train/n01")
+    (tiny / "words.txt").unlink()
+    (tiny / "wnids.txt").write_text("n09\nn05\n")  # whether it has more than is there or not
+    loaded = load("tiny-imagenet")
+    assert loaded.classes == ("n09", "n05") and loaded.y.tolist() == [0, 0, 1, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("train/n05/images/n05_1.JPEG", jpeg((9, 9, 9))[:-20], "truncated"),
+        ("train/n05/images/n05_1.JPEG", b"", "no intact JPEG"),
+        ("train/n05/images/n05_1.JPEG", b"<html>404</html>", "no intact JPEG"),
+        ("train/n05/images/n05_1.JPEG", jpeg(9, (64, 63)), "64 x 63 pixels"),
+        ("val/images/val_2.JPEG", None, "No such file"),
+        ("val/val_annotations.txt", b"val_0.JPEG\tn09\nval_1.JPEG\n", "line 2 must be"),
+    ],
+)
+def test_tiny_imagenet_that_is_broken(tiny, no_requests, name, content, why):
+    (tiny / name).unlink()
+    if content is not None:
+        (tiny / name).write_bytes(content)
+    text = message(ValueError, load, "tiny-imagenet")
+    assert text.startswith(str(tiny / name)) and why in text
+
+
+def test_tiny_imagenet_that_lacks_something_is_not_downloaded(tiny, no_requests):
+    for path in (tiny / "train/n05/images").iterdir():
+        path.unlink()
+    assert f"{tiny}/train/n05/images holds no .JPEG" in message(ValueError, load, "tiny-imagenet")
+    shutil.rmtree(tiny / "train/n05")
+    shutil.rmtree(tiny / "train/n01")
+    assert f"{tiny}/train holds folders of 1 classes" in message(ValueError, load, "tiny-imagenet")
+    (tiny / "val/val_annotations.txt").unlink()
+    (tiny / "wnids.txt").unlink()
+    text = message(FileNotFoundError, load, "tiny-imagenet")
+    assert text.startswith(f"{tiny} lacks wnids.txt, val/val_annotations.txt; ")
+
+
+def test_missing_tiny_imagenet(tmp_path, no_network):
+    for options, why in (({}, "Network is unreachable"), ({"download": False}, "download=False")):
+        text = message(FileNotFoundError, load, "tiny-imagenet", root=tmp_path, **options)
+        assert text.startswith(f"{tmp_path} lacks tiny-imagenet-200 (") and why in text
+        assert list(tmp_path.iterdir()) == []
+
+
+def archive(*members):
+    """A zip of (name or ZipInfo, bytes)."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as opened:
+        for name, content in members:
+            opened.writestr(name, content)
+    return file.getvalue()
+
+
+GOOD = [(f"tiny-imagenet-200/{name}", content) for name, content in tiny_files().items()]
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """served(body): a server on this machine's own address has it, and Tiny-ImageNet is looked for there."""
+    servers = []
+
+    def start(body, status=200, md5=None, length=None):
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body) if length is None else length))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *args):
+                pass
+
+        server = HTTPServer(("127.0.0.1", 0), Handler)
+        servers.append((server, threading.Thread(target=server.serve_forever, args=(0.01,))))
+        servers[-1][1].start()
+        monkeypatch.setattr(images, "TINY_URL", f"http://127.0.0.1:{server.server_port}/tiny.zip")
+        monkeypatch.setattr(images, "TINY_MD5", md5 or hashlib.md5(body).hexdigest())
+
+    yield start
+    for server, thread in servers:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_tiny_imagenet_is_downloaded_once(served, tmp_path, capsys):
+    served(archive(*GOOD, ("tiny-imagenet-200/filler", os.urandom(2_000_000))))
+    root = tmp_path / "new" / "root"
+    loaded = load("tiny-imagenet", root=root)
+    assert loaded.y.tolist() == [0, 0, 1, 1, 2, 2, 2, 1, 0]
+    assert [path.name for path in root.iterdir()] == ["tiny-imagenet-200"]
+    out, progress = capsys.readouterr()
+    assert out.count("\n") == 1 and str(root) in out
+    assert 9 <= progress.count("\n") <= 10 and progress.endswith(": 2 of 2 MB\n")
+    served(b"", status=404)
+    assert load("tiny-imagenet", root=root).fingerprint == loaded.fingerprint
+
+
+def link(name, target):
+    info = zipfile.ZipInfo(name)
+    info.create_system, info.external_attr = 3, 0o120777 << 16
+    return info, target
+
+
+@pytest.mark.parametrize(
+    ("body", "options", "why"),
+    [
+        (archive(*GOOD), {"md5": "0" * 32}, "not 00000000"),
+        (archive(*GOOD)[:-9], {"length": len(archive(*GOOD)), "md5": "0" * 32}, "not 00000000"),
+        (archive(*GOOD), {"status": 404}, "404"),
+        (b"<html>moved</html>", {}, "not a zip file"),
+        (archive(*GOOD)[:-100], {}, "not a zip file"),
+        (archive(*GOOD).replace(b"goldfish", b"goldfisk"), {}, "Bad CRC-32"),
+        (archive(*GOOD, ("../evil", b"")), {}, "'../evil'"),
+        (archive(*GOOD, ("tiny-imagenet-200/../../evil", b"")), {}, "evil'"),
+        (archive(*GOOD, ("/evil", b"")), {}, "'/evil'"),
+        (archive(*GOOD, ("tiny-imagenet-200/..\\evil", b"")), {}, "evil'"),
+        (archive(*GOOD, ("evil", b"")), {}, "'evil'"),
+        (archive(link("tiny-imagenet-200/evil", "/etc"), *GOOD), {}, "'tiny-imagenet-200/evil'"),
+        (archive(), {}, "No such file"),
+    ],
+    ids=["md5", "cut", "404", "html", "truncated", "crc", "..", "inner ..", "/", "\\", "outside", "link", "empty"],
+)
+def test_tiny_imagenet_download_that_fails_leaves_nothing_behind(served, tmp_path, body, options, why):
+    root = tmp_path / "a" / "root"
+    served(body, **options)
+    text = message(FileNotFoundError, load, "tiny-imagenet", root=root)
+    assert text.startswith(f"{root} lacks tiny-imagenet-200 (download failed, ") and why in text
+    assert [path for path in tmp_path.rglob("*") if path.name not in ("a", "root")] == []
+
+
+@pytest.mark.data
+def test_real_tiny_imagenet(no_requests):
+    tiny = real("tiny-imagenet", "tiny-imagenet-200")
+    assert tiny.shape == (3, 64, 64) and tiny.num_classes == len(np.unique(tiny.y)) <= 200
+    assert "goldfish" in tiny.classes and len(np.unique(np.bincount(tiny.y))) == 1
 
 
 # --- .npz ------------------------------------------------------------------------------------------------------------

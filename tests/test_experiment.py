@@ -373,7 +373,20 @@ def test_defaults_are_the_papers():
     assert config["clients"] == 20 and config["join_ratio"] == [1.0, 1.0]
     assert config["partition"]["name"] == "dirichlet" and config["partition"]["beta"] == 0.1
     assert config["training"]["batch_size"] == 10 and config["training"]["epochs"] == 1
-    assert experiment.LR["cnn"] == 0.005
+    assert [experiment.LR[name] for name in ("cnn", "resnet18", "fasttext")] == [0.005, 0.01, 0.01]
+
+
+def test_texts_and_their_model(monkeypatch):
+    """A data set of ids tells the model how many there are; a model of images is refused before anything is run."""
+    x, y = torch.arange(480).reshape(60, 8) % 50, np.arange(60) % 4
+    monkeypatch.setitem(data.LOADERS, "texts", lambda root, download: (x, y, tuple("abcd"), 50))
+    values = {"dataset": "texts", "partition": "iid", "clients": 3, "rounds": 1}
+    history = experiment.experiment("fedavg", model="fasttext", **values)
+    assert history.config["training"]["lr"] == 0.01 and history.state.server[0]["embed.weight"].shape == (50, 32)
+    with pytest.raises(ValueError, match=r"^model='mlp': does not fit inputs of shape \(8,\), ids of words: takes"):
+        experiment.experiment("fedavg", model="mlp", **values)
+    with pytest.raises(ValueError, match=r"^model='fasttext': does not fit inputs of shape \(1, 8, 8\): takes ids"):
+        experiment.experiment("fedavg", model="fasttext")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The command line: what it prints, what it refuses in one line, and where its results go."""
 
+import gzip
+import hashlib
 import json
 import os
 import re
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from pflkit import reproduce
+from pflkit import data, reproduce
 from pflkit.__main__ import main, value_of
 from pflkit.methods import METHODS
 
@@ -215,6 +217,64 @@ def test_data_root_goes_before_the_environment(tmp_path, monkeypatch):
     )
     given = refused(*arguments, "--data-root", tmp_path / "given")
     assert given.startswith(f"{tmp_path / 'given'}/FashionMNIST/raw/train-images-idx3-ubyte is corrupt")
+
+
+def found(folder):
+    """What `data` prints of each set under `folder`."""
+    lines = printed("data", "--data-root", folder)
+    return dict(re.split(" +", line, maxsplit=1) for line in lines)
+
+
+def test_data_prints_a_line_per_data_set(tmp_path, monkeypatch):
+    missing = found(tmp_path)
+    assert list(missing) == list(data.LOADERS)
+    assert missing.pop("digits").startswith("complete, 1,797 images")
+    assert all(line.startswith("missing: ") and str(tmp_path) in line for line in missing.values())
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("PFLKIT_DATA", str(tmp_path))
+    assert [line.split(maxsplit=1)[1] for line in printed("data")[1:]] == list(missing.values())
+
+
+def test_data_tells_complete_files_from_others(tmp_path, monkeypatch):
+    """MNIST's by their sizes, of a .gz by what it says it unpacks to; CIFAR's by md5."""
+    raw = tmp_path / "MNIST/raw"
+    raw.mkdir(parents=True)
+    for part, n in data.MNIST_SIZES.items():
+        (raw / f"{part}-images-idx3-ubyte").touch()
+        os.truncate(raw / f"{part}-images-idx3-ubyte", 16 + n * 784)
+        (raw / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(bytes(8 + n)))
+    assert found(tmp_path)["mnist"] == f"complete, 70,000 images in {raw}"
+    os.truncate(raw / "t10k-images-idx3-ubyte", 16)
+    (raw / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(bytes(8 + 59_999)))
+    (raw / "t10k-labels-idx1-ubyte.gz").unlink()
+    line = found(tmp_path)["mnist"]
+    names = "t10k-images-idx3-ubyte, train-labels-idx1-ubyte.gz"
+    assert line.startswith(f"missing: t10k-labels-idx1-ubyte; corrupt: {names} in {raw}; ")
+    batches = tmp_path / "cifar-10-batches-py"
+    batches.mkdir()
+    for name in ("data_batch_1", "test_batch"):
+        (batches / name).write_bytes(name.encode())
+    known = [("test_batch", hashlib.md5(b"test_batch").hexdigest())]
+    monkeypatch.setattr("torchvision.datasets.CIFAR10.test_list", known)
+    line = found(tmp_path)["cifar10"]
+    assert (
+        "missing: data_batch_2, data_batch_3, data_batch_4, data_batch_5, batches.meta; corrupt: data_batch_1 in"
+        in line
+    )
+
+
+def test_data_counts_the_classes_and_images_of_tiny_imagenet(tmp_path):
+    folder = tmp_path / "tiny-imagenet-200"
+    for path in (*(f"train/n{k}/images/{i}.JPEG" for k in range(3) for i in range(2)), "val/images/0.JPEG"):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).touch()
+    (folder / "wnids.txt").write_text("n0\nn1\nn2\nn3\n")
+    (folder / "val/val_annotations.txt").write_text("0.JPEG\tn2\n1.JPEG\tn3\n")  # of n3 there is nothing
+    assert found(tmp_path)["tiny-imagenet"].startswith(f"3 of 200 classes, 7 images in {folder}; ")
+    (folder / "val/images/0.JPEG").unlink()
+    assert f"unusable: {folder}/val/images lacks 1 images" in found(tmp_path)["tiny-imagenet"]
+    (folder / "wnids.txt").unlink()
+    assert f"unusable: {folder} lacks wnids.txt" in found(tmp_path)["tiny-imagenet"]
 
 
 def test_as_a_module():

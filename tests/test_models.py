@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torchvision
 from torch import nn
 
-from pflkit import data, partition, trees
+from pflkit import data, models, partition, trees
 from pflkit.experiment import run
 from pflkit.federation import Federation
 from pflkit.methods import make
@@ -24,6 +25,8 @@ LAYERS = {"cnn": 4, "cnn-small": 4, "mlp": 2}  # layers with parameters
 for i in range(1, 6):
     IMAGES |= {f"cnn-{i}": (3, 20, 17), f"mlp-{i}": (2, 5)}
     LAYERS |= {f"cnn-{i}": 5, f"mlp-{i}": 3}
+INPUTS = IMAGES | {"resnet18": (3, 20, 17), "fasttext": (9,)}
+LAYERS |= {"resnet18": 2, "fasttext": 3}  # the body of the ResNet counts as one
 pytestmark = pytest.mark.usefixtures("one_thread")
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 
@@ -34,6 +37,19 @@ def count(params):
 
 def inputs(shape, rows=7, dtype=torch.float32):
     return torch.randn(rows, *shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
+
+
+def texts(shape=(9,), rows=7, vocabulary=50):
+    """Ids of words, with pads behind the first few of each text."""
+    ids = torch.randint(1, vocabulary, (rows, *shape), generator=torch.Generator().manual_seed(0))
+    return ids.where(torch.arange(shape[0]) < 1 + torch.arange(rows)[:, None], 0)
+
+
+def small(name, **options):
+    """The model, for 5 classes, and inputs for it."""
+    text = name in models.TEXT
+    model = build(name, INPUTS[name], 5, vocabulary=50 if text else None, **options)
+    return model, texts(INPUTS[name]) if text else inputs(INPUTS[name])
 
 
 @pytest.mark.parametrize(  # FedAH's 4-layer CNN: arXiv 2412.01295 with its released code
@@ -109,9 +125,9 @@ def test_pooling_before_relu_changes_no_value_and_no_gradient(name):
 
 @EVERY_MODEL
 def test_pure_functions_equal_the_modules_themselves(name):
-    model = build(name, IMAGES[name], 5, seed=3)
+    model, x = small(name, seed=3)
     r, h = model.init()
-    x = inputs(IMAGES[name])
+    model.extractor.module.eval()
     z = model.extractor.module(x)
     assert torch.equal(model.extract(r, x), z) and torch.equal(model.classify(h, z), model.head.module(z))
     assert torch.equal(model.predict((r, h), x), model.head.module(z))
@@ -121,12 +137,12 @@ def test_pure_functions_equal_the_modules_themselves(name):
 
 @EVERY_MODEL
 def test_every_cut_gives_the_same_model(name):
-    x = inputs(IMAGES[name])
-    whole = build(name, IMAGES[name], 5)
+    whole, x = small(name)
     for k in range(LAYERS[name] + 1):
-        model = build(name, IMAGES[name], 5, head_layers=k)
+        model = small(name, head_layers=k)[0]
         r, h = model.init()
-        assert (len(h), len(r)) == (2 * k, 2 * (LAYERS[name] - k))  # a weight and a bias a layer
+        if name != "resnet18":
+            assert [sum(key.endswith("weight") for key in part) for part in (h, r)] == [k, LAYERS[name] - k]
         assert trees.unequal(tuple(trees.leaves((r, h))), tuple(trees.leaves(whole.init()))) == 0
         assert torch.equal(model.predict((r, h), x), whole.predict(whole.init(), x))
         assert model.features == model.extract(r, x)[0].numel()
@@ -145,10 +161,10 @@ def test_weights_come_from_the_seed_and_nothing_else(name, monkeypatch):
         raise AssertionError("seeds the GPUs")
 
     monkeypatch.setattr(torch.cuda, "manual_seed_all", never)
-    first = build(name, IMAGES[name], 5, seed=1).init()
+    first = small(name, seed=1)[0].init()
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    assert trees.unequal(first, build(name, IMAGES[name], 5, seed=1).init()) == 0
-    assert trees.unequal(first, build(name, IMAGES[name], 5, seed=2).init()) > 0
+    assert trees.unequal(first, small(name, seed=1)[0].init()) == 0
+    assert trees.unequal(first, small(name, seed=2)[0].init()) > 0
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
 
 
@@ -183,6 +199,94 @@ def test_init_gives_values_that_can_be_changed():
 def test_what_does_not_fit_is_refused(name, shape, classes, options, said):
     with pytest.raises(ValueError, match="^" + re.escape(said)):
         build(name, shape, classes, **options)
+
+
+# A ResNet, and texts
+
+
+def test_the_resnet_is_torchvisions_and_has_the_papers_sizes():
+    model = build("resnet18", (3, 64, 64), 200)
+    r, h = model.init()
+    own = {name: t for name, t in r.items() if name not in model.buffers}
+    assert (count(own), count(h), count((own, h))) == (11_176_512, 102_600, 11_279_112) and model.features == 512
+    assert (len(model.buffers), count(r) - count(own)) == (60, 9_620)
+    theirs = torchvision.models.resnet18(weights=None, num_classes=200).eval()
+    theirs.load_state_dict({name.removeprefix("body."): t for name, t in r.items()} | {f"fc.{k}": h[k] for k in h})
+    x = inputs((3, 64, 64), 2)
+    assert torch.equal(model.predict((r, h), x), theirs(x))
+    y = torch.tensor([0, 1])
+    F.cross_entropy(theirs.train()(x), y).backward()
+    params = tuple(map(Trained, (r, h)))
+    moving = [t.requires_grad_() for t in (*own.values(), *h.values())]
+    grads = torch.autograd.grad(F.cross_entropy(model.predict(params, x), y), moving)
+    assert all(torch.equal(g, p.grad) for g, p in zip(grads, theirs.parameters(), strict=True))
+    for name, buffer in theirs.named_buffers():  # counters too
+        assert r[f"body.{name}"].dtype == buffer.dtype and torch.equal(r[f"body.{name}"], buffer)
+
+
+def test_the_papers_fasttext_has_the_papers_sizes():
+    model = build("fasttext", (200,), 4, vocabulary=98_635)
+    assert tuple(map(count, model.init())) == (3_157_376, 132) and count(model.init()) == 3_157_508
+    assert (model.features, model.vocabulary) == (32, 98_635)
+
+
+def test_pads_count_in_the_mean_of_a_text_and_are_not_trained():
+    """Two words in nine positions: the sum of their vectors over nine; id 0 is a vector of zeros that stays so."""
+    model, _ = small("fasttext")
+    r, h = map(Trained, model.init())
+    x = torch.tensor([[3, 7, *[0] * 7]])
+    mean = (r["embed.weight"][3] + r["embed.weight"][7]) / 9
+    torch.testing.assert_close(model.extract(r, x)[0], r["fc1.weight"] @ mean + r["fc1.bias"])
+    assert not r["embed.weight"][0].any()
+    words = r["embed.weight"].requires_grad_()
+    grad = torch.autograd.grad(model.predict((r, h), x)[0, 0], words)[0]
+    assert grad.any(1).nonzero().flatten().tolist() == [3, 7]
+
+
+def test_your_own_modules_take_ids_where_a_vocabulary_is_given():
+    bag, x = nn.EmbeddingBag(50, 6), texts()
+    model = from_modules(bag, nn.Linear(6, 3), (9,), 3, vocabulary=50)
+    assert torch.equal(model.extract(model.init()[0], x), bag(x)) and model.vocabulary == 50
+    with pytest.raises(ValueError, match=r"model='custom': does not fit inputs of shape \(9,\)"):
+        from_modules(bag, nn.Linear(6, 3), (9,), 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "options", "said"),
+    [
+        ("fasttext", (1, 28, 28), {}, "model='fasttext': does not fit inputs of shape (1, 28, 28): takes ids of words"),
+        ("fasttext", (200,), {}, "model='fasttext': does not fit inputs of shape (200,): takes ids of words (and vo"),
+        ("fasttext", (1, 8), {"vocabulary": 9}, "model='fasttext': does not fit inputs of shape (1, 8): needs texts"),
+        ("fasttext", (8,), {"vocabulary": 0}, "vocabulary=0: must be a whole number, at least 1"),
+        ("fasttext", (8,), {"vocabulary": True}, "vocabulary=True"),
+        ("fasttext", (8,), {"vocabulary": 9, "head_layers": 4}, "head_layers=4: must be a whole number from 0 to 3"),
+        ("cnn", (200,), {"vocabulary": 9}, "model='cnn': does not fit inputs of shape (200,), ids of words: takes"),
+        ("mlp", (200,), {"vocabulary": 9}, "model='mlp': does not fit inputs of shape (200,), ids of words: takes"),
+        ("resnet18", (1, 28, 28), {}, "model='resnet18': does not fit inputs of shape (1, 28, 28): needs colour"),
+        ("resnet18", (200,), {}, "model='resnet18': does not fit inputs of shape (200,)"),
+        ("resnet18", (3, 8, 8), {"head_layers": 3}, "head_layers=3: must be a whole number from 0 to 2"),
+    ],
+)
+def test_a_text_model_on_images_and_an_image_model_on_texts_are_refused(name, shape, options, said):
+    with pytest.raises(ValueError, match="^" + re.escape(said)):
+        build(name, shape, 4, **options)
+
+
+@pytest.mark.parametrize(
+    ("x", "vocabulary", "said"),
+    [
+        (texts(), None, "model='custom': takes real numbers, but 'texts' has ids (torch.int64)"),
+        (texts().float(), 50, "model='custom': takes ids, but 'texts' has real numbers (torch.float32)"),
+        (texts() + 1, 50, "model='custom': takes ids from 0 to 49, but 'texts' has 1 to 50"),
+        (texts() - 1, 50, "model='custom': takes ids from 0 to 49, but 'texts' has -1 to "),
+    ],
+)
+def test_a_federation_refuses_a_model_of_other_inputs(x, vocabulary, said):
+    extractor = nn.EmbeddingBag(50, 6) if vocabulary else nn.Linear(9, 6)
+    model = from_modules(extractor, nn.Linear(6, 2), (9,), 2, vocabulary=vocabulary)
+    some = data.Dataset("texts", x.repeat(4, 1), np.arange(28) % 2, (0, 1))
+    with pytest.raises(ValueError, match="^" + re.escape(said)):
+        Federation(some, partition.iid(some.y, 2), model)
 
 
 # Your own modules
@@ -263,11 +367,11 @@ def test_every_kind_of_dropout_is_noticed(head, drops):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_bundled_models_have_neither_batch_norm_nor_dropout():
-    models = [build(name, IMAGES[name], 5) for name in MODELS]
-    assert [(m.batch_norm, m.dropout, m.convolutional) for m in models] == [
-        (False, False, "cnn" in name) for name in MODELS
-    ]
+def test_of_the_bundled_models_only_the_resnet_has_batch_norm_and_none_has_dropout():
+    for name in MODELS:
+        model = small(name)[0]
+        assert (model.batch_norm, model.dropout) == (name == "resnet18", False)
+        assert model.convolutional is ("cnn" in name or name == "resnet18")
 
 
 def test_threads_do_not_mix_up_their_parameters():
