@@ -88,7 +88,7 @@ def list_data(data_root):
 )
 @click.option(
     "--model",
-    help="cnn, cnn-small, cnn-1 to -5, mlp, mlp-1 to -5; A+B: clients have A or B, in turn.  [what fits the data]",
+    help="cnn, cnn-small, cnn-1 to -5, resnet18, mlp, mlp-1 to -5, fasttext; A+B: A or B, in turn.  [what fits the data]",
 )
 @click.option(
     "--partition", default="dirichlet", show_default=True, help="iid, pathological, dirichlet or classes_per_client."
@@ -98,7 +98,7 @@ def list_data(data_root):
 @click.option("--clients", default=20, show_default=True)
 @click.option("--join-ratio", default="1", show_default=True, metavar="J|J:J", help="A ratio, or a range drawn from.")
 @click.option("--rounds", default=10, show_default=True, help="The papers: 2000.")
-@click.option("--lr", type=float, help="Local learning rate.  [cnn: 0.005; cnn-1 to -5: 0.01; else 0.05]")
+@click.option("--lr", type=float, help="Local rate.  [cnn: 0.005; cnn-1 to -5, resnet18, fasttext: 0.01; else 0.05]")
 @click.option("--batch-size", default=10, show_default=True)
 @click.option("--epochs", default=1, show_default=True, help="Local epochs.")
 @click.option("--seed", default=0, show_default=True)

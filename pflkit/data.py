@@ -28,7 +28,9 @@ MNIST_SIZES = {"train": 60_000, "t10k": 10_000}  # images in the two parts of MN
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """`x` float32 [n, *shape], images [n, C, H, W]; `y` int64 [n] in 0..K-1; `classes`, the K original labels."""
+    """`x` float32 [n, *shape], images [n, C, H, W], or word numbers int64 [n, length]; `y` int64 [n] in 0..K-1;
+    `classes`, the K original labels.
+    """
 
     name: str
     x: torch.Tensor

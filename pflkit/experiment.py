@@ -23,9 +23,8 @@ from pflkit.methods import make
 # cnn, resnet18, fasttext: the FedAH paper; cnn-1 to cnn-5: FedGH's released code; the others ours.
 LR = dict.fromkeys(models.MODELS, 0.05) | dict.fromkeys(models.CNNS, 0.01) | {"cnn": 0.005}
 LR |= {"resnet18": 0.01, "fasttext": 0.01}
-DEFAULT_MODEL = {"digits": "mlp"} | dict.fromkeys(
-    ("fashion-mnist", "mnist", "cifar10", "cifar100", "tiny-imagenet"), "cnn"
-)
+IMAGES = ("fashion-mnist", "mnist", "cifar10", "cifar100", "tiny-imagenet")
+DEFAULT_MODEL = {"digits": "mlp", "agnews": "fasttext"} | dict.fromkeys(IMAGES, "cnn")
 
 
 @dataclass
