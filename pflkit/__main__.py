@@ -88,7 +88,7 @@ def list_data(data_root):
 )
 @click.option(
     "--model",
-    help="cnn, cnn-small, cnn-1 to -5, resnet18, mlp, mlp-1 to -5, fasttext; A+B: A or B, in turn.  [what fits the data]",
+    help="cnn, cnn-small, cnn-1 to -5, resnet18, mlp, mlp-1 to -5, fasttext; A+B: in turn.  [what fits the data]",
 )
 @click.option(
     "--partition", default="dirichlet", show_default=True, help="iid, pathological, dirichlet or classes_per_client."
