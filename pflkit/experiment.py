@@ -148,14 +148,19 @@ def experiment(
     """
     for key in options.keys() - {"out", "eval_every", "fresh", "progress"}:
         raise ValueError(f"{key}={options[key]!r}: experiment has no such argument")
-    chosen = make(method, **(settings or {}))
+    if not isinstance(settings, dict | None):
+        raise ValueError(f"settings={settings!r}: must be a dict of the method's settings")
+    if not isinstance(model, str | None) or model == "":
+        raise ValueError(f"model={model!r}: must be a name, or several joined by +")
+    chosen = make(method, **(settings or {}))  # what can be refused without the data is, for they may take long to come
+    for name in (model or "mlp").split("+"):
+        checks.choice("model", name, models.MODELS)
+    checks.choice("partition", partition, partitions.SCHEMES)
+    training.Training(lr=0.01 if lr is None else lr, batch_size=batch_size, epochs=epochs)
+    training.Engine(engine)
     integer("rounds", rounds, 1)
     integer("seed", seed, 0)
     loaded = data.load(dataset, root=data_root)
-    if not isinstance(model, str | None) or model == "":
-        raise ValueError(f"model={model!r}: must be a name, or several joined by +")
-    if not isinstance(settings, dict | None):
-        raise ValueError(f"settings={settings!r}: must be a dict of the method's settings")
     names = (model or DEFAULT_MODEL.get(dataset) or ("cnn" if _fits_cnn(loaded.shape) else "mlp")).split("+")
     about = loaded.shape, loaded.num_classes
     nets = [models.build(name, *about, vocabulary=loaded.vocabulary, seed=seed) for name in names]

@@ -107,7 +107,8 @@ class Federation:
                     f"model={m.name!r}: takes {m.shape} and {m.classes} classes, but {dataset.name!r} has "
                     f"{tuple(dataset.shape)} and {dataset.num_classes}"
                 )
-            if dataset.x.is_floating_point() != (m.vocabulary is None):
+            ids = dataset.x.dtype in (torch.int32, torch.int64)
+            if ids == (m.vocabulary is None) or not (ids or dataset.x.is_floating_point()):
                 takes, has = ("real numbers", "ids") if m.vocabulary is None else ("ids", "real numbers")
                 raise ValueError(f"model={m.name!r}: takes {takes}, but {dataset.name!r} has {has} ({dataset.x.dtype})")
             if m.vocabulary and not 0 <= int(dataset.x.min()) <= int(dataset.x.max()) < m.vocabulary:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import stat
 import sys
 import tarfile
@@ -70,6 +71,14 @@ def tiny_imagenet(root, download):
     if not folder.exists():
         _fetch(folder, [TINY], TINY_URL, lambda scratch: _get_tiny(scratch, folder), download)
     wnids, files = tiny_files(folder)
+    if lost := [path for path, _ in files if not path.is_file()]:
+        raise FileNotFoundError(
+            f"{lost[0].parent} lacks {len(lost):,} images of val_annotations.txt, as {lost[0].name}"
+        )
+    if len(files) != 550 * len(wnids):
+        print(
+            f"{folder} holds {len(files):,} images of {len(wnids)} classes, officially {550 * len(wnids):,}", flush=True
+        )
     x = np.empty((len(files), 64, 64, 3), np.uint8)
     for i, (path, _) in enumerate(files):
         x[i] = _jpeg(path)
@@ -95,13 +104,17 @@ def tiny_files(folder):
         if not found:
             raise ValueError(f"{folder}/train/{wnid}/images holds no .JPEG file; delete {wnid}, or complete it")
         files += [(path, k) for path in found]
-    index = {wnid: k for k, wnid in enumerate(wnids)}
+    index, seen = {wnid: k for k, wnid in enumerate(wnids)}, {}
     for number, line in enumerate(_lines(annotations), 1):
-        name, *rest = line.split("\t")
-        if not rest:
-            raise ValueError(f"{annotations}: line {number} must be a file name, a tab and a wnid")
-        if rest[0] in index:
-            files.append((annotations.parent / "images" / name, index[rest[0]]))
+        name, wnid = [*line.split("\t"), ""][:2]
+        if not name or "/" in name or "\\" in name or name in seen or not re.fullmatch(r"n\d+", wnid):
+            allowed = "must be the name of an image, which no line before had, a tab, and a wnid"
+            raise ValueError(f"{annotations}: line {number} {allowed}")
+        seen[name] = wnid
+        if wnid in index:
+            files.append((annotations.parent / "images" / name, index[wnid]))
+    if bare := index.keys() - set(seen.values()):
+        raise ValueError(f"{annotations} names no image of {min(bare)}: it is cut short")
     return wnids, files
 
 
@@ -110,7 +123,7 @@ def _lines(path):
 
 
 def _jpeg(path):
-    """The pixels of a JPEG, uint8 [64, 64, 3], grey ones in three equal channels; ValueError, naming it, if broken."""
+    """The pixels of a JPEG, uint8 [64, 64, 3], grey ones in three channels; ValueError, naming it, if cut short."""
     from PIL import Image
 
     try:
@@ -161,4 +174,8 @@ def _get_tiny(scratch, folder):
             if odd or stat.S_ISLNK(member.external_attr >> 16):
                 raise OSError(f"the archive holds {member.filename!r}: links, and paths outside {TINY}, are refused")
         opened.extractall(scratch)
-    os.rename(scratch / TINY, folder)  # fails where something has come to be there
+    try:
+        os.rename(scratch / TINY, folder)
+    except OSError:
+        if not (folder / "wnids.txt").is_file():  # else another process has put it there meanwhile
+            raise

@@ -220,12 +220,15 @@ class Clients:
 
     def flops(self):
         """The FLOPs [C] of all that was trained so far: each kind of step is measured once, on two samples."""
-        for work, step, _ in self._work:
-            if work not in self._flop_cache:
+        flops = np.zeros(len(self.n))
+        for work, shape, step, samples in [(*w, s.copy()) for *w, s in self._work if s.any()]:
+            kind = work, shape()
+            if kind not in self._flop_cache:
                 with GLOBAL, one_thread(), torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
                     step()
-                self._flop_cache[work] = counter.get_total_flops() / 2
-        return sum((self._flop_cache[work] * samples for work, _, samples in self._work), np.zeros(len(self.data)))
+                self._flop_cache[kind] = counter.get_total_flops() / 2
+            flops += self._flop_cache[kind] * samples
+        return flops
 
     def _is_buffer(self, name):
         return name.rsplit("/")[-1] in self.model.buffers
@@ -258,7 +261,8 @@ class Clients:
             yield
 
     def _count(self, work, step, samples):
-        self._work.append(((work, self.data[0][0].shape[1:]), step, samples))
+        # The shape of inputs is asked for when it is needed, lest features be extracted that nobody trains on.
+        self._work.append((work, lambda data=self.data: data[0][0].shape[1:], step, samples))
 
     def _record(self, phase, seen, out):
         finite = np.array([all(bool(t[i].isfinite().all()) for t in trees.leaves(out)) for i in range(len(seen))])

@@ -540,19 +540,24 @@ def test_tiny_imagenet_of_some_classes(tiny, no_requests):
         ("train/n05/images/n05_1.JPEG", b"", "no intact JPEG"),
         ("train/n05/images/n05_1.JPEG", b"<html>404</html>", "no intact JPEG"),
         ("train/n05/images/n05_1.JPEG", jpeg(9, (64, 63)), "64 x 63 pixels"),
-        ("val/images/val_2.JPEG", None, "No such file"),
         ("val/val_annotations.txt", b"val_0.JPEG\tn09\nval_1.JPEG\n", "line 2 must be"),
+        ("val/val_annotations.txt", b"val_0.JPEG\tn09\nval_1.JPEG\t n05\n", "line 2 must be"),
+        ("val/val_annotations.txt", b"val_0.JPEG\tn09\nval_0.JPEG\tn05\n", "line 2 must be"),
+        ("val/val_annotations.txt", b"../../train/n01/images/n01_0.JPEG\tn09\n", "line 1 must be"),
+        ("val/val_annotations.txt", b"val_0.JPEG\tn09\n", "names no image of n01: it is cut short"),
+        ("val/val_annotations.txt", b"", "names no image of n01: it is cut short"),
     ],
 )
 def test_tiny_imagenet_that_is_broken(tiny, no_requests, name, content, why):
-    (tiny / name).unlink()
-    if content is not None:
-        (tiny / name).write_bytes(content)
+    (tiny / name).write_bytes(content)
     text = message(ValueError, load, "tiny-imagenet")
     assert text.startswith(str(tiny / name)) and why in text
 
 
 def test_tiny_imagenet_that_lacks_something_is_not_downloaded(tiny, no_requests):
+    (tiny / "val/images/val_2.JPEG").rename(tiny / "val/images/kept")
+    assert f"{tiny}/val/images lacks 1 images" in message(FileNotFoundError, load, "tiny-imagenet")
+    (tiny / "val/images/kept").rename(tiny / "val/images/val_2.JPEG")
     for path in (tiny / "train/n05/images").iterdir():
         path.unlink()
     assert f"{tiny}/train/n05/images holds no .JPEG" in message(ValueError, load, "tiny-imagenet")
@@ -620,7 +625,8 @@ def test_tiny_imagenet_is_downloaded_once(served, tmp_path, capsys):
     assert loaded.y.tolist() == [0, 0, 1, 1, 2, 2, 2, 1, 0]
     assert [path.name for path in root.iterdir()] == ["tiny-imagenet-200"]
     out, progress = capsys.readouterr()
-    assert out.count("\n") == 1 and str(root) in out
+    said = f"{root}/tiny-imagenet-200 holds 9 images of 3 classes, officially 1,650\n"
+    assert out.count("\n") == 2 and str(root) in out and out.endswith(said)
     assert 9 <= progress.count("\n") <= 10 and progress.endswith(": 2 of 2 MB\n")
     served(b"", status=404)
     assert load("tiny-imagenet", root=root).fingerprint == loaded.fingerprint

@@ -473,3 +473,22 @@ def test_a_server_that_is_not_finite_stops_the_run():
 def test_a_name_or_class_is_no_method(method):
     with pytest.raises(ValueError, match="must be a method, as make"):
         run(method, federation(), 2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"model": "rsnet18"},
+        {"partition": "foo"},
+        {"lr": -1},
+        {"batch_size": 0},
+        {"engine": "zz"},
+        {"rounds": 0},
+        {"settings": [1]},
+    ],
+    ids=str,
+)
+def test_what_needs_no_data_is_refused_before_they_are_loaded(wrong, monkeypatch):
+    monkeypatch.setattr(experiment.data, "load", lambda *_, **__: pytest.fail("the data were loaded"))
+    with pytest.raises(ValueError, match=f"^{next(iter(wrong))}="):
+        experiment.experiment("fedah", dataset="tiny-imagenet", **wrong)

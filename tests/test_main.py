@@ -265,12 +265,18 @@ def test_data_tells_complete_files_from_others(tmp_path, monkeypatch):
 
 def test_data_counts_the_classes_and_images_of_tiny_imagenet(tmp_path):
     folder = tmp_path / "tiny-imagenet-200"
-    for path in (*(f"train/n{k}/images/{i}.JPEG" for k in range(3) for i in range(2)), "val/images/0.JPEG"):
+    for path in (
+        *(f"train/n{k}/images/{i}.JPEG" for k in range(3) for i in range(2)),
+        "val/images/0.JPEG",
+        "val/images/2.JPEG",
+    ):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).touch()
     (folder / "wnids.txt").write_text("n0\nn1\nn2\nn3\n")
-    (folder / "val/val_annotations.txt").write_text("0.JPEG\tn2\n1.JPEG\tn3\n")  # of n3 there is nothing
-    assert found(tmp_path)["tiny-imagenet"].startswith(f"3 of 200 classes, 7 images in {folder}; ")
+    (folder / "val/images/3.JPEG").touch()
+    lines = "0.JPEG\tn2\n1.JPEG\tn3\n2.JPEG\tn0\n3.JPEG\tn1\n"  # of n3 there is nothing else
+    (folder / "val/val_annotations.txt").write_text(lines)
+    assert found(tmp_path)["tiny-imagenet"].startswith(f"3 of 200 classes, 9 images in {folder}; ")
     (folder / "val/images/0.JPEG").unlink()
     assert f"unusable: {folder}/val/images lacks 1 images" in found(tmp_path)["tiny-imagenet"]
     (folder / "wnids.txt").unlink()

@@ -1076,3 +1076,10 @@ def test_features_are_computed_once_and_only_if_they_are_needed(engine):
     heads = once - (clients.flops() - once)  # what the first phase cost beyond the second: the extraction
     assert (heads > 0).all() and np.allclose(heads / np.array(SIZES), heads[0] / SIZES[0])
     assert trees.unequal(second, first) > 0
+
+
+def test_a_client_that_does_not_train_on_features_is_not_charged_for_them():
+    model = make_model("cnn-small")
+    params, clients = start(model), sampled(model)
+    clients.through(params[0]).sgd(head_loss, params[1], epochs=[0, 0, 1, 1, 0])
+    assert (clients.flops() > 0).tolist() == [False, False, True, True, False]
