@@ -11,17 +11,16 @@ import gzip
 import hashlib
 import math
 import os
-import tempfile
 import zipfile
 import zlib
 from dataclasses import dataclass
-from http.client import HTTPException
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from pflkit import checks, text
+from pflkit.download import fetch, from_mirror
 
 MNIST_SIZES = {"train": 60_000, "t10k": 10_000}  # images in the two parts of MNIST and its look-alikes
 
@@ -199,23 +198,10 @@ def _read_idx(path, shape):
 
 def _fetch(source, raw, names, download):
     """Download idx files `names`, gzipped, into `raw`; where that cannot be, FileNotFoundError that says what to do."""
-    from torchvision.datasets.utils import download_url
-
-    md5 = dict(source.resources)
-    why = "download=False"
-    for mirror in source.mirrors if download else ():
-        try:
-            raw.mkdir(parents=True, exist_ok=True)
-            print(f"downloading {source.__name__} from {mirror} into {raw}", flush=True)
-            with tempfile.TemporaryDirectory(dir=raw, prefix="download-") as scratch:
-                for name in [f"{name}.gz" for name in names]:
-                    download_url(mirror + name, scratch, name, md5[name])
-                    os.replace(Path(scratch, name), raw / name)  # a file is there whole or not at all
-            return
-        except (OSError, RuntimeError, HTTPException) as error:
-            why = " ".join(f"download failed, {error}".split())
+    packed, md5 = [f"{name}.gz" for name in names], dict(source.resources)
+    attempts = [(f"{source.__name__} from {m}", from_mirror(m, md5, packed, raw)) for m in source.mirrors]
     advice = f"put them there, unpacked or as .gz, or let root or PFLKIT_DATA name a folder with {source.__name__}/raw"
-    raise FileNotFoundError(f"{raw} lacks {', '.join(names)} ({why}); {advice}")
+    fetch(raw, attempts, download, f"{raw} lacks {', '.join(names)}", advice)
 
 
 def _npz(path):

@@ -21,6 +21,7 @@ from pflkit import checks, data, federation, messages, models, partition, stream
 from pflkit.methods import METHODS
 
 PACKAGE = (trees, checks, streams, data, partition, models, messages, training, federation)
+INNER = {name for name in vars(torch.nn.Module()) if not name.endswith("hooks")}  # torch's own, in every module
 PLAIN = bool | int | float | str | tuple | None
 
 
@@ -73,8 +74,8 @@ def _attributes(module):
 
 def _settings(module):
     """A module's own attributes, and hooks; not its parameters, buffers and parts, which enter by themselves."""
-    inner = vars(torch.nn.Module()).keys() - {name for name in vars(torch.nn.Module()) if name.endswith("hooks")}
-    return [(k, v) for k, v in sorted(vars(module).items()) if k not in inner and not (k.endswith("hooks") and not v)]
+    held = [(k, v) for k, v in sorted(vars(module).items()) if k not in INNER]
+    return [(k, v) for k, v in held if not k.endswith("hooks") or v]
 
 
 def _plain(value):

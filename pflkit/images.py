@@ -5,24 +5,19 @@ import os
 import re
 import stat
 import sys
-import tarfile
-import tempfile
 import urllib.request
 import zipfile
-import zlib
-from http.client import HTTPException
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 import numpy as np
 
 from pflkit.data import data_root, images
+from pflkit.download import fetch
 
 CIFAR_SIZES = (50_000, 10_000)  # images in the training and the test part
 TINY = "tiny-imagenet-200"
 TINY_URL = f"http://cs231n.stanford.edu/{TINY}.zip"
 TINY_MD5 = "90528d7ca1a48142e341f4ef8d21d0de"  # of 248,100,043 bytes; as avalanche-lib and others list it
-
-FAILED = (OSError, RuntimeError, EOFError, HTTPException, zlib.error, tarfile.TarError, zipfile.BadZipFile)
 
 
 def cifar(source, root, download):
@@ -71,10 +66,6 @@ def tiny_imagenet(root, download):
     if not folder.exists():
         _fetch(folder, [TINY], TINY_URL, lambda scratch: _get_tiny(scratch, folder), download)
     wnids, files = tiny_files(folder)
-    if lost := [path for path, _ in files if not path.is_file()]:
-        raise FileNotFoundError(
-            f"{lost[0].parent} lacks {len(lost):,} images of val_annotations.txt, as {lost[0].name}"
-        )
     if len(files) != 550 * len(wnids):
         print(
             f"{folder} holds {len(files):,} images of {len(wnids)} classes, officially {550 * len(wnids):,}", flush=True
@@ -115,6 +106,10 @@ def tiny_files(folder):
             files.append((annotations.parent / "images" / name, index[wnid]))
     if bare := index.keys() - set(seen.values()):
         raise ValueError(f"{annotations} names no image of {min(bare)}: it is cut short")
+    if lost := [path for path, _ in files if not path.is_file()]:
+        raise FileNotFoundError(
+            f"{lost[0].parent} lacks {len(lost):,} images of val_annotations.txt, as {lost[0].name}"
+        )
     return wnids, files
 
 
@@ -138,19 +133,10 @@ def _jpeg(path):
 
 def _fetch(folder, names, url, get, download):
     """Has get(scratch) make `folder` complete; where that cannot be, FileNotFoundError that says what to do."""
-    why, root = "download=False", folder.parent
-    if download:
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            print(f"downloading {url} into {root}", flush=True)
-            with tempfile.TemporaryDirectory(dir=root, prefix="download-") as scratch:
-                get(Path(scratch))
-            return
-        except FAILED as error:
-            why = " ".join(f"download failed, {error}".split())
+    root = folder.parent
     lacking = f"{root} lacks {TINY}" if names == [TINY] else f"{folder} lacks {', '.join(names)}"
     advice = f"unpack {url} in {root}, or let root or PFLKIT_DATA name a folder with {folder.name}"
-    raise FileNotFoundError(f"{lacking} ({why}); {advice}")
+    fetch(root, [(url, get)], download, lacking, advice)
 
 
 def _get_tiny(scratch, folder):

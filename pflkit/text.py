@@ -9,10 +9,7 @@ Words are torchtext's; it is imported here, when a text is wanted, and nowhere e
 
 import csv
 import io
-import os
-import tempfile
 from collections import Counter
-from http.client import HTTPException
 from itertools import islice
 from pathlib import Path
 
@@ -20,6 +17,7 @@ import numpy as np
 import torch
 
 from pflkit import checks
+from pflkit.download import fetch, from_mirror
 
 CLASSES = ("World", "Sports", "Business", "Sci/Tech")  # 1..4 in the files
 HEADER = ("class index", "class", "label", "class label")  # what the first field of a header row may be
@@ -131,19 +129,6 @@ def _corrupt(path, line, wrong):
 
 def _fetch(folder, names, download):
     """Download files `names` into `folder`; where that cannot be, FileNotFoundError that says what to do."""
-    from torchvision.datasets.utils import download_url
-
-    why = "download=False"
-    if download:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            print(f"downloading AG News from {URL} into {folder}", flush=True)
-            with tempfile.TemporaryDirectory(dir=folder, prefix="download-") as scratch:
-                for name in names:
-                    download_url(URL + name, scratch, name, MD5[name])
-                    os.replace(Path(scratch, name), folder / name)  # a file is there whole or not at all
-            return
-        except (OSError, RuntimeError, HTTPException) as error:
-            why = " ".join(f"download failed, {error}".split())
     advice = f"put them there, from {URL}, or let root or PFLKIT_DATA name a folder with ag_news_csv"
-    raise FileNotFoundError(f"{folder} lacks {', '.join(names)} ({why}); {advice}")
+    attempt = f"AG News from {URL}", from_mirror(URL, MD5, names, folder)
+    fetch(folder, [attempt], download, f"{folder} lacks {', '.join(names)}", advice)

@@ -113,7 +113,7 @@ class Clients:
             raise ValueError(f"epochs={epochs}: must be one number, or a list of one for each of {len(self.n)} clients")
         for number in epochs:
             integer("epochs", number, 0)
-        if not callable(until or len):
+        if until is not None and not callable(until):
             raise ValueError(f"until={until!r}: must be a function of a list of losses")
         self._check_rows("params", params)
         for f in fixed:

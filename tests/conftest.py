@@ -1,3 +1,5 @@
+import socket
+
 import pytest
 import torch
 
@@ -28,3 +30,25 @@ def one_thread(two_threads):
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(2)
+
+
+@pytest.fixture
+def no_requests(monkeypatch):
+    """Any use of the network fails the test: an AssertionError is not taken for a dead network."""
+
+    def touched(*args, **kwargs):
+        raise AssertionError("the network was touched")
+
+    monkeypatch.setattr(socket.socket, "connect", touched)
+    monkeypatch.setattr(socket, "getaddrinfo", touched)
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """A machine without a network."""
+
+    def unreachable(*args, **kwargs):
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(socket.socket, "connect", unreachable)
+    monkeypatch.setattr(socket, "getaddrinfo", unreachable)

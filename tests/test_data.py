@@ -8,7 +8,6 @@ import pickle
 import random
 import re
 import shutil
-import socket
 import threading
 import zipfile
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -48,28 +47,6 @@ def files(tmp_path, monkeypatch):
         for kind, array in (("images-idx3", pixels), ("labels-idx1", np.arange(n, dtype=np.uint8) % 10)):
             (raw / f"{part}-{kind}-ubyte.gz").write_bytes(gzip.compress(idx(array), 1))
     return raw
-
-
-@pytest.fixture
-def no_requests(monkeypatch):
-    """Any use of the network fails the test: an AssertionError is not taken for a dead network."""
-
-    def touched(*args, **kwargs):
-        raise AssertionError("the network was touched")
-
-    monkeypatch.setattr(socket.socket, "connect", touched)
-    monkeypatch.setattr(socket, "getaddrinfo", touched)
-
-
-@pytest.fixture
-def no_network(monkeypatch):
-    """A machine without a network."""
-
-    def unreachable(*args, **kwargs):
-        raise OSError(101, "Network is unreachable")
-
-    monkeypatch.setattr(socket.socket, "connect", unreachable)
-    monkeypatch.setattr(socket, "getaddrinfo", unreachable)
 
 
 def message(error, call, *args, **kwargs):

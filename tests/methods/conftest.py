@@ -23,6 +23,17 @@ class Scale(nn.Module):
         return x * self.weight
 
 
+class Head(nn.Module):
+    """A head of two numbers, for losses that look at nothing else."""
+
+    def __init__(self, a, b):
+        super().__init__()
+        self.h = nn.Parameter(torch.tensor([float(a), float(b)]))
+
+    def forward(self, z):
+        return self.h + 0 * z
+
+
 class TwoLogits(Scale):
     """z -> (0, weight * z): two classes from one number."""
 
@@ -63,6 +74,12 @@ def by_hand():
         return Federation(dataset, split, model, **options)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def two_number_head():
+    """A net whose extractor does nothing, and whose head is two numbers, both 0."""
+    return models.from_modules(nn.Identity(), Head(0, 0), (1,), 2)
 
 
 @pytest.fixture(scope="session")

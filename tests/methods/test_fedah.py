@@ -17,23 +17,12 @@ REFERENCE = Path(__file__).parents[1] / "reference"
 # --- hand numbers ----------------------------------------------------------------------------------------------------
 
 
-class Head(nn.Module):
-    """A head of two numbers, for losses that look at nothing else."""
-
-    def __init__(self, a, b):
-        super().__init__()
-        self.h = nn.Parameter(torch.tensor([float(a), float(b)]))
-
-    def forward(self, z):
-        return self.h + 0 * z
-
-
 @pytest.mark.parametrize(("lr", "W", "mixed"), [(1.0, [0.5, 1.0], [0.5, 2.0]), (0.1, [0.95, 1.0], [0.95, 2.0])])
-def test_one_weight_step(by_hand, monkeypatch, lr, W, mixed):
+def test_one_weight_step(by_hand, two_number_head, monkeypatch, lr, W, mixed):
     """Own head (0, 0), global head (1, 2), loss ½|ĥ − (.5, 3)|², W = 1: ∂L/∂W = (.5, −1) ⊙ (1, 2) = (.5, −2)."""
     target = torch.tensor([0.5, 3.0], dtype=torch.float64)
     monkeypatch.setattr(fedah, "head_loss", lambda model, h, batch: ((h["h"] - target) ** 2).sum() / 2)
-    fed = by_hand(models.from_modules(nn.Identity(), Head(0, 0), (1,), 2), [([[1.0]], [0])], rule={"epochs": 0})
+    fed = by_hand(two_number_head, [([[1.0]], [0])], rule={"epochs": 0})
     method = make("fedah", weight_lr=lr, head_epochs=0)
     state = fed.start(method)
     state.server = ({}, {"h": torch.tensor([1.0, 2.0], dtype=torch.float64)})

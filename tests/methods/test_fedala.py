@@ -13,27 +13,15 @@ from pflkit.methods import fedah, fedala, make
 REFERENCE = Path(__file__).parents[1] / "reference"
 
 
-class Head(nn.Module):
-    """A head of two numbers, for losses that look at nothing else."""
-
-    def __init__(self, a, b):
-        super().__init__()
-        self.h = nn.Parameter(torch.tensor([float(a), float(b)]))
-
-    def forward(self, z):
-        return self.h + 0 * z
-
-
 @pytest.fixture
-def two_numbers(by_hand, monkeypatch):
+def two_numbers(by_hand, two_number_head, monkeypatch):
     """A function that makes a Federation of `clients` with own head (0, 0), who do not train, and the state in which
     the server's is (1, 2), with `loss` of the mixed head and features in the place of the cross-entropy.
     """
 
     def start(method, loss, clients=1, x=((1.0,),), batch_size=10):
         monkeypatch.setattr(fedah, "head_loss", lambda model, h, batch: loss(h["h"], batch[0]))
-        net = models.from_modules(nn.Identity(), Head(0, 0), (1,), 2)
-        fed = by_hand(net, [(x, [0] * len(x))] * clients, rule={"epochs": 0, "batch_size": batch_size})
+        fed = by_hand(two_number_head, [(x, [0] * len(x))] * clients, rule={"epochs": 0, "batch_size": batch_size})
         state = fed.start(method)
         state.server[1]["h"] = torch.tensor([1.0, 2.0], dtype=torch.float64)
         return fed, state
