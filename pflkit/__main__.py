@@ -103,7 +103,7 @@ def list_data(data_root):
 @click.option("--epochs", default=1, show_default=True, help="Local epochs.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--set", "pairs", multiple=True, metavar="NAME=VALUE", help="A setting of the method. May be repeated.")
-@click.option("--engine", default="auto", show_default=True, help="auto, loop or threads.")
+@click.option("--engine", default="auto", show_default=True, help="auto, loop, threads or stacked.")
 @click.option("--device", help="cpu, cuda, ...; by default a GPU where there is one.")
 @click.option("--data-root", help="Folder of the data sets.  [$PFLKIT_DATA, else a folder of the user's cache]")
 @click.option("--out", help="Folder of results; a run cut short goes on from there.  [none]")

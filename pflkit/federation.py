@@ -57,8 +57,8 @@ class Group:
     """The clients `ids` that have one `model`. A method's `client` is called with each."""
 
     def __init__(self, model, ids, device, dtype, engine):
-        self.model, self.ids, self.device, self.dtype = model, ids, device, dtype
-        self.engine, self.flop_cache = Engine(engine, model, device), {}
+        self.model, self.ids, self.device, self.dtype, self.engine = model, ids, device, dtype, engine
+        self.flop_cache = {}
 
     def init(self):
         """The model's initial parameters (extractor, head), the same for every client and every method."""
@@ -79,7 +79,7 @@ class Federation:
     one for each group with clients among those asked for; with one model it is one tree.
     join_ratio: the share of clients that join a round, or (low, high) from which each round draws anew; rounded to
     whole clients (halves to even), and at least one joins. seed: of all of an experiment's random streams but the
-    partition's. engine: auto, loop or threads. device: "cpu", "cuda", ...; by default a GPU where there is one.
+    partition's. engine: auto, loop, threads or stacked. device: "cpu", "cuda", ...; by default a GPU if there is one.
     Raises ValueError for what does not fit together.
     """
 
@@ -131,9 +131,15 @@ class Federation:
         self.device = _device(device)
         self.dtype = choice("dtype", dtype, (torch.float32, torch.float64))
         turns = [np.arange(g, partition.num_clients, len(models)) for g in range(len(models))]
-        self.groups = [Group(m, ids, self.device, self.dtype, engine) for m, ids in zip(models, turns, strict=True)]
         self.train, self.test = self._place(partition.train), self._place(partition.test)
         self.n = np.array([len(y) for _, y in self.train])
+        self.groups = [self._group(m, ids, engine) for m, ids in zip(models, turns, strict=True)]
+
+    def _group(self, model, ids, engine):
+        # How many clients train side by side, on average over the steps of the largest: the same in every round, so
+        # that the engine is, and with it the rounding of a client's numbers.
+        width = np.mean(self.join_ratio) * self.n[ids].sum() / self.n[ids].max()
+        return Group(model, ids, self.device, self.dtype, Engine(engine, model, self.device, width))
 
     def _place(self, parts):
         """Each client's (x, y) on the device: views of one tensor in which a client's rows lie side by side."""

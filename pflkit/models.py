@@ -25,6 +25,13 @@ class Trained(dict):
     """Parameters being trained: on these, batch-norm and dropout work as in training; on others, as in evaluation."""
 
 
+def as_trained(tree):
+    """The same tree with its dicts as Trained."""
+    if isinstance(tree, tuple):
+        return tuple(as_trained(part) for part in tree)
+    return Trained((name, as_trained(part)) for name, part in tree.items()) if isinstance(tree, dict) else tree
+
+
 class Mean(nn.Module):
     """The mean over all positions: [B, length, ...] -> [B, ...]."""
 
@@ -32,12 +39,18 @@ class Mean(nn.Module):
         return x.mean(1)
 
 
+def embedding(x, weight, padding_idx):
+    """F.embedding(x, weight, padding_idx), also under torch.vmap, which does not keep the pad's row from learning."""
+    pads = (x == padding_idx).unsqueeze(-1)
+    return torch.where(pads, weight[padding_idx].detach(), F.embedding(x, weight))
+
+
 LAYERS = {  # the layers of the bundled models, with the settings that occur there
     nn.Conv2d: lambda layer, p, n, x: F.conv2d(
         x, p[n + ".weight"], p[n + ".bias"], layer.stride, layer.padding, layer.dilation, layer.groups
     ),
     nn.Linear: lambda layer, p, n, x: F.linear(x, p[n + ".weight"], p[n + ".bias"]),
-    nn.Embedding: lambda layer, p, n, x: F.embedding(x, p[n + ".weight"], layer.padding_idx),
+    nn.Embedding: lambda layer, p, n, x: embedding(x, p[n + ".weight"], layer.padding_idx),
     Mean: lambda layer, p, n, x: x.mean(1),
     nn.MaxPool2d: lambda layer, p, n, x: F.max_pool2d(x, layer.kernel_size, layer.stride),
     nn.ReLU: lambda layer, p, n, x: F.relu(x),

@@ -1,7 +1,7 @@
-"""Every sampled client's own SGD: exact, one client after the other (loop) or several at once (threads).
+"""Every sampled client's own training: exact, one after the other (loop), several at once (threads), all (stacked).
 
 A client's steps are its own: its batches, its last short batch included, its momentum. So its result is the same to
-the bit whoever else trains, in whatever order, on one thread or many.
+the bit whoever else trains, in whatever order, on one thread or many; stacked, the same but for rounding.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import copy
 import functools
 import numbers
 import os
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -20,8 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pflkit import trees
 from pflkit.checks import boolean, choice, integer, real
+from pflkit.descent import Descent, all_at_once, one_by_one, own_copy
 from pflkit.messages import Rows
-from pflkit.models import Model, Trained
+from pflkit.models import Model, as_trained
 from pflkit.streams import GLOBAL, rng, torch_seed
 
 ROWS = 100  # samples a forward pass without gradients takes at once: the fastest size measured on a CPU
@@ -55,19 +57,41 @@ class Training:
 
 
 class Engine:
-    """Runs one function per client: `loop`, or `threads` with one client a thread; `auto` picks.
+    """How clients train: one after the other (`loop`), one a thread (`threads`), all at once (`stacked`), or what is
+    quickest for the model, the device and the `width`, how many clients a stack would have on average (`auto`).
 
     Threads pay off for convolutions on a CPU; the small steps of an MLP only wait for each other there. Their number is
     torch.get_num_threads(), so OMP_NUM_THREADS and torch.set_num_threads limit it. Inside, each client's arithmetic
     always runs on one intra-op thread: on small models more of them are slower, and the numbers would change with them.
+
+    Stacked, a step of all clients takes no more calls than a step of one, but four times the time a call: on a CPU that
+    pays off for many clients with small models, not for convolutions. Models with dropout, which draws from torch's one
+    global generator, train in a loop; a loss or model that torch.vmap refuses (it asks for a value, as in
+    `if x.max() > 0`) trains client by client, with one warning.
     """
 
-    def __init__(self, name="auto", model=None, device="cpu"):
-        choice("engine", name, ("auto", "loop", "threads"))
-        threads_help = model is not None and model.convolutional and torch.device(device).type == "cpu"
-        self.name = name if name != "auto" else "threads" if threads_help else "loop"
+    WIDTH, NUMBERS = 8, 100_000  # narrower stacks, and more trained numbers a client, were slower than a loop on a CPU
+
+    def __init__(self, name="auto", model=None, device="cpu", width=1.0):
+        self.wanted = choice("engine", name, ("auto", "loop", "threads", "stacked"))
+        self.width, self.on_cpu = width, torch.device(device).type == "cpu"
+        self.convolutional = model is not None and model.convolutional
+        self.name = name if name in ("loop", "threads") else "threads" if self.convolutional and self.on_cpu else "loop"
+        self.checked, self.refused = set(), set()  # losses that can be stacked, and that cannot
         if model is not None and model.dropout:
-            self.name = "loop"  # dropout draws from torch's one global generator, seeded client by client
+            if name == "stacked":
+                warnings.warn(f"model={model.name!r}: has dropout, so its clients train in a loop", stacklevel=2)
+            self.name = self.wanted = "loop"
+
+    def may_stack(self):
+        """Whether any training is stacked."""
+        return self.wanted == "stacked" or (self.wanted == "auto" and self.width >= self.WIDTH)
+
+    def stacks(self, loss, numbers, vectors):
+        """Whether clients train all at once on `loss`: `numbers` trained ones each; vectors: inputs are [B, r]."""
+        small = numbers <= self.NUMBERS and (vectors or not self.convolutional)
+        helps = self.wanted == "stacked" or small or not self.on_cpu
+        return self.may_stack() and helps and loss not in self.refused
 
     def each(self, f, sizes):
         """f(i) for every client i, the largest `sizes[i]` first. The first exception of any client is raised."""
@@ -122,27 +146,42 @@ class Clients:
         trained = [leaf.is_floating_point() and not self._is_buffer(name) for name, leaf in trees.named_leaves(params)]
         if not any(trained) or not any(epochs):
             return trees.clone(params)
-        out = trees.tree_map(lambda t: torch.empty_like(t, memory_format=torch.contiguous_format), params)
-        seen, samples = [None] * len(self.data), np.zeros(len(self.data))
-        skip_singles = self.model.batch_norm and any(self._is_buffer(name) for name, _ in trees.named_leaves(params))
-
-        def client(i):
-            own = _own(trees.row(params, i), self.model.plain)
-            passes = (self._epoch(i, phase, epoch, rule, skip_singles) for epoch in range(epochs[i]))
-            near = pull and (_moving(trees.row(pull[0], i), trained), pull[1])
-            step = functools.partial(_step, rule=rule, project=project, pull=near)
-            with self._dropout(i, phase):
-                seen[i], samples[i] = _descend(self.model, loss, own, _still(fixed, i), trained, passes, step, until)
-            for whole, part in zip(trees.leaves(out), trees.leaves(own), strict=True):
-                whole[i] = part.detach()
-
-        on_vectors = isinstance(self.data, _Later) and self.data.complete() and self.data[0][0].ndim == 2
-        # A step on vectors is too short to share out: threads double its time, but beside extraction they save it.
-        (Engine("loop") if on_vectors else self.engine).each(client, self.n)
-        two_samples = functools.partial(_two_samples, self.model, loss, params, fixed, self.data, trained)
-        self._count((loss, tuple(trained)), two_samples, samples)
+        descent = Descent(
+            **dict(model=self.model, loss=loss, params=params, fixed=fixed, data=self.data, epochs=epochs, rule=rule),
+            **dict(order=functools.partial(self._order, phase), trained=trained, project=project, until=until),
+            pull=pull,
+            # one sample has no variance for batch-norm to divide by
+            skip_singles=self.model.batch_norm and any(self._is_buffer(name) for name, _ in trees.named_leaves(params)),
+        )
+        out, seen, samples, skipped = self._descend(descent, phase)
+        if skipped.any():
+            self.log["skipped"] = self.log.get("skipped", 0) + skipped
+        self._count((loss, tuple(trained)), functools.partial(_two_samples, descent), samples)
         self._record(phase, seen, out)
         return out
+
+    def _descend(self, descent, phase):
+        """The descent by the engine that suits it: (trained tree, mean values, samples, skipped batches)."""
+        features = isinstance(self.data, _Later)
+        if features and self.engine.may_stack():
+            self.engine.each(self.data.__getitem__, self.n)
+        vectors = features and self.data.complete() and self.data[0][0].ndim == 2
+        if self.engine.stacks(descent.loss, sum(t[0].numel() for t in descent.moving(descent.params)), vectors):
+            try:
+                given = all_at_once(replace(descent, data=list(self.data)), descent.loss not in self.engine.checked)
+                self.engine.checked.add(descent.loss)
+                return given
+            except Exception as error:  # whatever torch.vmap refuses; an error of the loss itself comes again below
+                self.engine.refused.add(descent.loss)
+                name = getattr(descent.loss, "__name__", descent.loss)
+                first_line = str(error).strip().partition("\n")[0]
+                warnings.warn(
+                    f"{name} on {self.model.name!r} cannot be stacked, so clients train one by one: {first_line}",
+                    stacklevel=4,
+                )
+        # A step on vectors is too short to share out: threads double its time, but beside extraction they save it.
+        engine = Engine("loop") if vectors else self.engine
+        return one_by_one(descent, lambda f: engine.each(f, self.n), lambda i: self._dropout(i, phase))
 
     def _check_rows(self, what, tree):
         """Refuses a tree whose leaves are not all tensors [C, ...]."""
@@ -207,7 +246,7 @@ class Clients:
         samples = np.zeros(len(self.n))
 
         def client(i):
-            own = _own(trees.row(params, i), self.model.plain)
+            own = own_copy(trees.row(params, i), self.model.plain)
             samples[i] = self.n[i]
             return _forward(lambda x: f(self.model, own, x), self.data[i][0])
 
@@ -233,21 +272,9 @@ class Clients:
     def _is_buffer(self, name):
         return name.rsplit("/")[-1] in self.model.buffers
 
-    def _epoch(self, i, phase, epoch, rule, skip_singles):
-        """Client i's batches (x, y) of one epoch: the full ones, then the short last one."""
-        x, y = self.data[i]
-        order = rng(self.seed, "batches", self.round, int(self.ids[i]), phase, epoch).permutation(len(y))
-        order = torch.from_numpy(order).to(y.device)
-        # Shuffled once an epoch, so that batches are views: gathering each of them costs a tenth of its step.
-        for batch in zip(x[order].split(rule.batch_size), y[order].split(rule.batch_size), strict=True):
-            size = len(batch[1])
-            if rule.drop_last and size < rule.batch_size:
-                continue
-            if skip_singles and size == 1:  # one sample has no variance for batch-norm to divide by
-                skipped = self.log.setdefault("skipped", np.zeros(len(self.data)))
-                skipped[i] += 1
-                continue
-            yield batch
+    def _order(self, phase, i, epoch):
+        """The order in which client i goes through its samples in one epoch."""
+        return rng(self.seed, "batches", self.round, int(self.ids[i]), phase, epoch).permutation(len(self.data[i][1]))
 
     @contextlib.contextmanager
     def _dropout(self, i, phase):
@@ -302,7 +329,7 @@ def evaluate(model, params, data, engine):
     correct, loss = np.zeros(len(data), dtype=np.int64), np.zeros(len(data))
 
     def client(i):
-        own, (x, y) = _own(trees.row(params, i), model.plain), data[i]
+        own, (x, y) = own_copy(trees.row(params, i), model.plain), data[i]
         logits = _forward(lambda rows: model.predict(own, rows), x)
         correct[i] = int((logits.argmax(1) == y).sum())
         loss[i] = float(F.cross_entropy(logits, y))
@@ -312,103 +339,20 @@ def evaluate(model, params, data, engine):
 
 
 @torch.enable_grad()
-def _descend(model, loss, own, fixed, trained, epochs, step, until):
-    """One client's SGD steps on `own`, in place. Mean values by name ({} without a step), number of samples seen."""
-    own = _as_trained(own)
-    moving = [leaf.requires_grad_() for leaf in _moving(own, trained)]
-    velocity, seen, sizes, means = None, {}, [], []
-    for epoch in epochs:
-        first = len(sizes)
-        for batch in epoch:
-            value = loss(model, own, batch, *fixed)
-            value, extras = value if isinstance(value, tuple) else (value, {})
-            grads = torch.autograd.grad(value, moving, allow_unused=True)
-            grads = [torch.zeros_like(p) if g is None else g for p, g in zip(moving, grads, strict=True)]
-            velocity = step(moving, grads, velocity)
-            sizes.append(len(batch[1]))
-            for name, amount in {"loss": value, **extras}.items():
-                seen.setdefault(name, []).append(torch.as_tensor(amount).detach())
-        if until is not None and len(sizes) > first:
-            means.append(_mean(seen["loss"][first:], sizes[first:]))
-            if until(means):
-                break
-    return {name: _mean(values, sizes) for name, values in seen.items()}, sum(sizes)
-
-
-@torch.no_grad()
-def _step(moving, grads, velocity, rule, project, pull):
-    """One SGD step of the tensors `moving`, in place; returns the momentum's velocity. pull: (anchors, mu), or None."""
-    if pull is not None:
-        anchor, mu = pull
-        grads = torch._foreach_add(grads, torch._foreach_sub(moving, anchor), alpha=mu)
-    if rule.clip is not None:
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
-        grads = [g * (rule.clip / norm.clamp(min=rule.clip)) for g in grads]
-    if rule.weight_decay:
-        grads = [g.add(p, alpha=rule.weight_decay) for g, p in zip(grads, moving, strict=True)]
-    if rule.momentum:
-        old = velocity or [torch.zeros_like(g) for g in grads]
-        velocity = grads = [v.mul_(rule.momentum).add_(g) for v, g in zip(old, grads, strict=True)]
-    torch._foreach_add_(moving, grads, alpha=-rule.lr)  # all in one call, which threads wait for less
-    if project is not None:
-        for p in moving:
-            p.copy_(project(p))
-    return velocity
-
-
-def _moving(tree, trained):
-    """The leaves of `tree` that are trained."""
-    return [leaf for leaf, moves in zip(trees.leaves(tree), trained, strict=True) if moves]
-
-
-def _mean(values, sizes):
-    """The mean over samples of the batches' mean `values`."""
-    return float(np.array(sizes) / sum(sizes) @ torch.stack(values).cpu().numpy())
-
-
-@torch.enable_grad()
-def _two_samples(model, loss, params, fixed, data, trained):
-    """The first client's gradient on two samples, for the FLOP counter."""
-    x, y = data[0]
-    own = _as_trained(trees.clone(trees.row(params, 0)))
-    moving = [leaf.requires_grad_() for leaf in _moving(own, trained)]
+def _two_samples(d):
+    """The first client's gradient in a Descent on two samples, for the FLOP counter."""
+    x, y = d.data[0]
+    own = as_trained(trees.clone(trees.row(d.params, 0)))
+    moving = [leaf.requires_grad_() for leaf in d.moving(own)]
     rows = [0, -1]  # also where there is one sample only
-    value = loss(model, own, (x[rows], y[rows]), *_still(fixed, 0))
+    value = d.loss(d.model, own, (x[rows], y[rows]), *d.still(lambda f: trees.row(f, 0)))
     torch.autograd.grad(value[0] if isinstance(value, tuple) else value, moving, allow_unused=True)
-
-
-def _still(fixed, i):
-    """Client i's part of what stands still; a number is everybody's."""
-    return [f if isinstance(f, numbers.Real) else trees.row(f, i) for f in fixed]
 
 
 @torch.no_grad()  # here, in the client's own thread: the caller's grad mode does not reach it
 def _forward(f, x):
     """f on all rows of x, in pieces; pieces never cross clients, so that rounding does not depend on the others."""
     return torch.cat([f(rows) for rows in x.split(ROWS)])
-
-
-def _as_trained(tree):
-    """The same tree with its dicts as Trained, so that models run on it as in training."""
-    if isinstance(tree, tuple):
-        return tuple(_as_trained(part) for part in tree)
-    return Trained((name, _as_trained(part)) for name, part in tree.items()) if isinstance(tree, dict) else tree
-
-
-def _own(tree, channels_last):
-    """A client's own copy of a tree; on a CPU, if `channels_last`, with convolution kernels laid out so.
-
-    Only for bundled models: a user's module may rely on the usual layout, as x.view(len(x), -1) does.
-
-    Cloned, because `contiguous` takes a kernel of one input channel for channels-last as it is, and then torch computes
-    the whole layer the slow way: a step of the 4-layer CNN on grey images takes 1.6 times as long.
-    """
-
-    def clone(t):
-        kernel = channels_last and t.ndim == 4 and t.device.type == "cpu"
-        return t.detach().clone(memory_format=torch.channels_last if kernel else torch.preserve_format)
-
-    return trees.tree_map(clone, tree)
 
 
 _outside = contextvars.ContextVar("threads", default=None)

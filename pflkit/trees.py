@@ -37,6 +37,12 @@ def leaves(tree):
     return [leaf for _, leaf in named_leaves(tree)]
 
 
+def like(tree, leaves):
+    """`leaves`, a list of tensors, as a tree of the structure of `tree`."""
+    following = iter(leaves)
+    return tree_map(lambda _: next(following), tree)
+
+
 def take(tree, ids):
     """Rows `ids` of every leaf [N, ...], copied: [len(ids), ...]."""
     return tree_map(lambda t: t[torch.as_tensor(ids, device=t.device)], tree)

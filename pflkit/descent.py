@@ -1,0 +1,257 @@
+"""Many clients' SGD, each on its own batches: one client by one, or all at once; both take exactly the same steps."""
+
+import numbers
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from pflkit import trees
+from pflkit.models import Model, as_trained
+
+
+@dataclass
+class Descent:
+    """What is to be done: C clients' SGD from `params` [C, ...], as training.Clients.sgd says.
+
+    data: (x [n, ...], y [n]) of each client. order(i, epoch): a permutation of client i's n samples. epochs: each
+    client's number. trained: for each leaf of `params`, whether it is. rule: a Training. pull: (anchor [C, ...], mu),
+    or None. skip_singles: leave out batches of one sample.
+    """
+
+    model: Model
+    loss: Callable
+    params: Any
+    fixed: tuple
+    data: list
+    order: Callable
+    epochs: list
+    trained: list
+    rule: Any
+    project: Callable | None
+    pull: tuple | None
+    until: Callable | None
+    skip_singles: bool
+
+    def moving(self, tree):
+        """The trained leaves of a tree such as `params`."""
+        return [leaf for leaf, moves in zip(trees.leaves(tree), self.trained, strict=True) if moves]
+
+    def still(self, of):
+        """The fixed arguments with `of` of each tree; a number is everybody's."""
+        return [f if isinstance(f, numbers.Real) else of(f) for f in self.fixed]
+
+
+def one_by_one(d, each, dropout):
+    """The trained tree [C, ...], mean values, samples and skipped batches [C] of a Descent, each client by itself.
+
+    The mean values are a dict by name for each client, {} where it took no step. each(f) calls f(i) for every client;
+    dropout(i) is a context in which client i trains.
+    """
+    out = trees.tree_map(lambda t: torch.empty_like(t, memory_format=torch.contiguous_format), d.params)
+    seen, samples, skipped = [None] * len(d.epochs), np.zeros(len(d.epochs)), np.zeros(len(d.epochs))
+
+    def batches(i, epoch):
+        """Client i's batches (x, y) of one epoch: the full ones, then the short last one."""
+        x, y = d.data[i]
+        order = torch.from_numpy(d.order(i, epoch)).to(y.device)
+        # Shuffled once an epoch, so that batches are views: gathering each of them costs a tenth of its step.
+        for batch in zip(x[order].split(d.rule.batch_size), y[order].split(d.rule.batch_size), strict=True):
+            if d.rule.drop_last and len(batch[1]) < d.rule.batch_size:
+                continue
+            if d.skip_singles and len(batch[1]) == 1:
+                skipped[i] += 1
+                continue
+            yield batch
+
+    @torch.enable_grad()
+    def client(i):
+        own = as_trained(own_copy(trees.row(d.params, i), d.model.plain))
+        moving, still = [leaf.requires_grad_() for leaf in d.moving(own)], d.still(lambda f: trees.row(f, i))
+        pull = d.pull and ([anchor[i] for anchor in d.moving(d.pull[0])], d.pull[1])
+        velocity, values, sizes, means = None, {}, [], []
+        for epoch in range(d.epochs[i]):
+            first = len(sizes)
+            for batch in batches(i, epoch):
+                value, extras = _value(d.loss(d.model, own, batch, *still))
+                velocity = _step(d, moving, _gradients(value, moving), velocity, pull)
+                sizes.append(len(batch[1]))
+                for name, amount in {"loss": value, **extras}.items():
+                    values.setdefault(name, []).append(torch.as_tensor(amount).detach())
+            if d.until is not None and len(sizes) > first:
+                means.append(_mean(values["loss"][first:], sizes[first:]))
+                if d.until(means):
+                    break
+        seen[i], samples[i] = {name: _mean(steps, sizes) for name, steps in values.items()}, sum(sizes)
+        for whole, part in zip(trees.leaves(out), trees.leaves(own), strict=True):
+            whole[i] = part.detach()
+
+    def in_context(i):
+        with dropout(i):
+            client(i)
+
+    each(in_context)
+    return out, seen, samples, skipped
+
+
+@torch.enable_grad()
+def all_at_once(d, check):
+    """The same as `one_by_one`: a step of many clients is one step on tensors with a client axis, by torch.vmap.
+
+    check: compare the first step's gradients and buffers with those of each client by itself, and raise RuntimeError
+    where they differ, for torch.vmap is wrong here and there (it forgets `padding_idx` of an embedding, for one).
+
+    Within an epoch the full batches go first, the clients with most of them on top, so that those still training are
+    the first rows of the stack; then the short last batches, those of one size together. So nothing is masked or
+    padded, and who has finished is not touched.
+    """
+    (x, y), n = map(torch.cat, zip(*d.data, strict=True)), np.array([len(y) for _, y in d.data])
+    first, size, epochs, C = np.cumsum(n) - n, d.rule.batch_size, np.array(d.epochs), len(n)
+    whole = [leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in trees.leaves(d.params)]
+    velocity = [torch.zeros_like(t) for t in d.moving(trees.like(d.params, whole))] if d.rule.momentum else []
+    sums, samples, skipped, means = {}, np.zeros(C), np.zeros(C), [[] for _ in n]
+
+    def values(leaves, x, y, still):
+        still, own = iter(still), as_trained(trees.like(d.params, leaves))
+        value, extras = _value(d.loss(d.model, own, (x, y), *d.still(lambda f: trees.like(f, next(still)))))
+        return {"loss": value, **{k: torch.as_tensor(extra, device=value.device) for k, extra in extras.items()}}
+
+    of_all = torch.vmap(values)
+
+    def client(j, leaves, batch, still):
+        """The gradients of the j-th client by itself, and the leaves that are not trained after its forward pass."""
+        own = [t[j].detach().clone().requires_grad_(t.requires_grad) for t in leaves]
+        loss = values(own, x[batch[j]], y[batch[j]], [[t[j] for t in f] for f in still])["loss"]
+        return _gradients(loss, [t for t in own if t.requires_grad]) + [t for t in own if not t.requires_grad]
+
+    def train(rows, batches):
+        """Steps of the clients `rows`; batches[k] [P, B] are the samples of the first P of them, P never growing."""
+        nonlocal check
+        at, width = torch.from_numpy(rows).to(y.device), None
+        own, speeds = [t[at] for t in whole], [t[at] for t in velocity]
+        anchors = [_rows(t, at) for t in d.moving(d.pull[0])] if d.pull else []
+        stills = [[_rows(t, at) for t in trees.leaves(f)] for f in d.fixed if not isinstance(f, numbers.Real)]
+        for batch in batches:
+            if len(batch) != width:
+                width = len(batch)
+                leaves = [t[:width].detach().requires_grad_(moves) for t, moves in zip(own, d.trained, strict=True)]
+                moving = [t for t in leaves if t.requires_grad]
+                speed, still = [t[:width] for t in speeds], [[t[:width] for t in f] for f in stills]
+                pull = d.pull and ([t[:width] for t in anchors], d.pull[1])
+            alone = [client(j, leaves, batch, still) for j in range(width)] if check else []
+            found = of_all(leaves, x[batch], y[batch], still)
+            grads, check = _gradients(found["loss"].sum(), moving), False
+            for j, expected in enumerate(alone):
+                _compare([g[j] for g in grads] + [t[j] for t in leaves if not t.requires_grad], expected)
+            _step(d, moving, grads, speed, pull, stacked=True)
+            for name, value in found.items():
+                total = sums.setdefault(name, torch.zeros(C, dtype=torch.float64, device=y.device))
+                total.index_add_(0, at[:width], value.detach().double(), alpha=batch.shape[1])
+            samples[rows[:width]] += batch.shape[1]
+        for t, new in zip(whole + velocity, own + speeds, strict=True):
+            t[at] = new
+
+    running = np.arange(C)
+    for epoch in range(epochs.max()):
+        running = running[epochs[running] > epoch]
+        running = running[np.argsort(-(n[running] // size), kind="stable")]
+        orders = {i: first[i] + d.order(i, epoch) for i in running.tolist()}
+        full, short = n[running] // size, n[running] % size
+        before, started = sums["loss"].clone() if sums else 0, samples.copy()
+        if d.skip_singles and size == 1:
+            skipped[running] += full
+        elif full.max(initial=0):
+            table = np.zeros((full[0], len(running), size), dtype=np.int64)
+            for j, i in enumerate(running.tolist()):
+                table[: full[j], j] = orders[i][: full[j] * size].reshape(-1, size)
+            widths = (full > np.arange(full[0])[:, None]).sum(1).tolist()
+            steps = torch.from_numpy(table).to(y.device)
+            train(running, [step[:width] for step, width in zip(steps, widths, strict=True)])
+        for length in [] if d.rule.drop_last else np.unique(short[short > 0]).tolist():
+            rows = running[short == length]
+            if d.skip_singles and length == 1:
+                skipped[rows] += 1
+            else:
+                train(rows, [torch.from_numpy(np.stack([orders[i][-length:] for i in rows.tolist()])).to(y.device)])
+        if d.until is not None and sums:
+            stepped = samples - started
+            mean = ((sums["loss"] - before).cpu().numpy() / np.maximum(stepped, 1)).tolist()
+            for i in np.flatnonzero(stepped).tolist():
+                means[i].append(mean[i])
+            running = np.array([i for i in running if not stepped[i] or not d.until(means[i])], dtype=np.int64)
+    totals = {name: (total.cpu().numpy() / np.maximum(samples, 1)).tolist() for name, total in sums.items()}
+    seen = [{name: total[i] for name, total in totals.items()} if samples[i] else {} for i in range(C)]
+    return trees.like(d.params, whole), seen, samples, skipped
+
+
+def _compare(stacked, alone):
+    """Raises RuntimeError where one client's tensors differ by more than the rounding of float32."""
+    for a, b in zip(stacked, alone, strict=True):
+        if b.isfinite().all() and float((a - b).abs().max()) > 1e-3 * max(float(b.abs().max()), 1e-3):
+            raise RuntimeError("torch.vmap gives other gradients or buffers than each client by itself")
+
+
+def _value(given):
+    """A loss's (value, named extras)."""
+    return given if isinstance(given, tuple) else (given, {})
+
+
+def _gradients(value, moving):
+    found = torch.autograd.grad(value, moving, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(moving, found, strict=True)]
+
+
+@torch.no_grad()
+def _step(d, moving, grads, velocity, pull, stacked=False):
+    """One SGD step of the tensors `moving`, in place; returns the momentum's velocity. pull: (anchors, mu), or None.
+
+    stacked: every tensor has a client axis, and the step is each client's own.
+    """
+    rule = d.rule
+    if pull is not None:
+        anchor, mu = pull
+        grads = torch._foreach_add(grads, torch._foreach_sub(moving, anchor), alpha=mu)
+    if rule.clip is not None:
+        flat = [g.reshape(len(g), -1) if stacked else g.reshape(-1) for g in grads]
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, dim=-1) for g in flat]), dim=0)
+        scale = rule.clip / norm.clamp(min=rule.clip)
+        grads = [g * scale.view(*scale.shape, *[1] * (g.ndim - scale.ndim)) for g in grads]
+    if rule.weight_decay:
+        grads = [g.add(p, alpha=rule.weight_decay) for g, p in zip(grads, moving, strict=True)]
+    if rule.momentum:
+        old = velocity or [torch.zeros_like(g) for g in grads]
+        velocity = grads = [v.mul_(rule.momentum).add_(g) for v, g in zip(old, grads, strict=True)]
+    torch._foreach_add_(moving, grads, alpha=-rule.lr)  # all in one call, which threads wait for less
+    if d.project is not None:
+        project = torch.vmap(d.project) if stacked else d.project
+        for p in moving:
+            p.copy_(project(p))
+    return velocity
+
+
+def _mean(values, sizes):
+    """The mean over samples of the batches' mean `values`."""
+    return float(np.array(sizes) / sum(sizes) @ torch.stack(values).cpu().numpy())
+
+
+def _rows(t, at):
+    """Rows `at` of t [C, ...]; what is one value for all stays stored once."""
+    return t[:1].expand(len(at), *t.shape[1:]) if t.stride(0) == 0 else t[at]
+
+
+def own_copy(tree, channels_last):
+    """A client's own copy of a tree; on a CPU, if `channels_last`, with convolution kernels laid out so.
+
+    Only for bundled models: a user's module may rely on the usual layout, as x.view(len(x), -1) does.
+
+    Cloned, because `contiguous` takes a kernel of one input channel for channels-last as it is, and then torch computes
+    the whole layer the slow way: a step of the 4-layer CNN on grey images takes 1.6 times as long.
+    """
+
+    def clone(t):
+        kernel = channels_last and t.ndim == 4 and t.device.type == "cpu"
+        return t.detach().clone(memory_format=torch.channels_last if kernel else torch.preserve_format)
+
+    return trees.tree_map(clone, tree)
