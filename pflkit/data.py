@@ -153,11 +153,11 @@ def _mnist_like(source, root, download):
     """The four idx files of `source` (a torchvision class: its folder, addresses and class names), read or fetched."""
     raw, shapes, paths = idx_files(source, root)
     # What is there is read first: a corrupt file is named, not replaced behind the user's back.
-    arrays = {name: _read_idx(paths[name], shapes[name]) for name in paths}
+    arrays = {name: read_idx(paths[name], shapes[name]) for name in paths}
     missing = [name for name in shapes if name not in arrays]
     if missing:
         _fetch(source, raw, missing, download)
-        arrays |= {name: _read_idx(raw / f"{name}.gz", shapes[name]) for name in missing}
+        arrays |= {name: read_idx(raw / f"{name}.gz", shapes[name]) for name in missing}
     x, y = (np.concatenate([arrays[name] for name in shapes if kind in name]) for kind in ("images", "labels"))
     return images(x, 255), y.astype(np.int64), tuple(source.classes)
 
@@ -171,7 +171,7 @@ def idx_files(source, root):
     return raw, shapes, {name: paths[0] for name, paths in found.items() if paths}
 
 
-def _read_idx(path, shape):
+def read_idx(path, shape):
     """uint8 array of `shape` from an idx file, MNIST's format; ValueError, naming the file, unless it holds just that.
 
     The content decides, not the archive's hash: re-packed files (Debian's) are as good. Torchvision's own reader is

@@ -21,7 +21,7 @@ import torchvision.datasets.utils
 from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100
 
-from pflkit import data, images
+from pflkit import data, images, inventory
 from pflkit.data import Dataset, data_root, load
 
 SIZES = {"train": 40, "t10k": 20}  # small stand-ins for 60,000 and 10,000
@@ -289,6 +289,7 @@ def test_corrupt_file_is_named_and_neither_used_nor_replaced(files, no_requests,
     text = message(ValueError, load, "fashion-mnist")
     path = next(path for path in before if path.name in (name, f"{name}.gz"))
     assert text.startswith(f"{path} is corrupt: ") and why in text and "delete it" in text
+    assert f"corrupt: {path.name} in {files}; " in inventory.FOUND["fashion-mnist"](None)
     assert {path: path.read_bytes() for path in files.iterdir()} == before
 
 
@@ -434,6 +435,7 @@ def test_corrupt_cifar_is_named_and_neither_unpickled_nor_replaced(cifar, monkey
     before = {path: path.read_bytes() for path in folder.iterdir()}
     text = message(ValueError, load, cifar.name)
     assert text.startswith(f"{folder}: corrupt (md5) {name}; ") and "delete" in text
+    assert f"corrupt: {name} in {folder}; " in inventory.FOUND[cifar.name](None)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     assert not Path("fired").exists()
 
@@ -529,6 +531,8 @@ def test_tiny_imagenet_that_is_broken(tiny, no_requests, name, content, why):
     (tiny / name).write_bytes(content)
     text = message(ValueError, load, "tiny-imagenet")
     assert text.startswith(str(tiny / name)) and why in text
+    listed = inventory.FOUND["tiny-imagenet"](None)
+    assert listed == f"unusable: {text}" or (name.endswith(".JPEG") and "(counted, not decoded)" in listed)
 
 
 def test_tiny_imagenet_that_lacks_something_is_not_downloaded(tiny, no_requests):

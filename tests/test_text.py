@@ -1,6 +1,7 @@
 """pflkit.text: what is read from AG News's csv files, and which numbers its words get. No test needs a network."""
 
 import csv
+import hashlib
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 import torchvision.datasets.utils
 from click.testing import CliRunner
 
-from pflkit import text
+from pflkit import inventory, text
 from pflkit.__main__ import main
 from pflkit.data import data_root, load
 from pflkit.text import ag_news, read, tokenizer, vocabulary
@@ -198,6 +199,18 @@ def test_what_is_no_such_file_is_named_by_file_and_line(folder, no_requests, con
     (folder / "test.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
     line = message(ValueError, load, "agnews")
     assert line.startswith(f"{folder}/test.csv is corrupt: {why}") and "delete it" in line
+    assert inventory.FOUND["agnews"](None).startswith(f"corrupt: test.csv in {folder}; delete what is corrupt")
+
+
+def test_data_counts_rows_as_load_does(folder, no_requests, monkeypatch, capsys):
+    """A row may have several lines, and the last one need not end in a newline."""
+    (folder / "test.csv").write_text('"3","a","b\nc\n"\n\n"3","a","b"')
+    load("agnews")
+    assert "test.csv holds 2 rows, the official file 7,600" in capsys.readouterr().out
+    listed = inventory.FOUND["agnews"](None)
+    assert listed.startswith("not the official files: 2 of 120,000 rows in train.csv and 2 of 7,600 rows in test.csv, ")
+    monkeypatch.setattr(text, "MD5", {n: hashlib.md5((folder / n).read_bytes()).hexdigest() for n in text.ROWS})
+    assert inventory.FOUND["agnews"](None) == f"complete, 4 texts in {folder}"
 
 
 def test_field_limit_is_left_alone(folder):
@@ -214,6 +227,15 @@ def test_missing_files_are_named_and_where_they_are_published(tmp_path, no_reque
     assert line.startswith(f"{tmp_path}/ag_news_csv lacks train.csv, test.csv (download=False)")
     assert text.URL in line and "PFLKIT_DATA" in line
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("corrupt", "missing"), [("train.csv", "test.csv"), ("test.csv", "train.csv")])
+def test_a_corrupt_file_is_named_before_the_missing_one_is_downloaded(folder, no_requests, corrupt, missing):
+    (folder / corrupt).write_text("<html>404")
+    (folder / missing).unlink()
+    assert message(ValueError, load, "agnews").startswith(f"{folder}/{corrupt} is corrupt: line 1 has 1 fields")
+    assert inventory.FOUND["agnews"](None).startswith(f"missing: {missing}; corrupt: {corrupt} in {folder}; ")
+    assert [path.name for path in folder.iterdir()] == [corrupt]
 
 
 def test_without_a_network(folder, no_network):
