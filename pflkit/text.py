@@ -1,7 +1,7 @@
 """AG News, 127,600 short news texts of four classes, as rows of word numbers; what fastText takes.
 
-    data.load("agnews")                                  words, 200 a text, as the papers' code has it
-    Dataset("agnews", *ag_news(folder, ngrams=2))        other lengths, or pairs of words too
+    data.load("agnews")                           words, 200 a text, as the papers' code has it
+    data.load("agnews", length=400, ngrams=2)     other lengths, or pairs of words too
 
 Source: X. Zhang, J. Zhao, Y. LeCun, Character-level convolutional networks for text classification, NeurIPS 2015.
 Words are torchtext's; it is imported here, when a text is wanted, and nowhere else.

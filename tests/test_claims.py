@@ -16,7 +16,7 @@ from pflkit.training import Training
 
 PRODUCT = {"fedavg": "before", "fedprox": "before"}
 BYTES = {"fedavg": 100, "fedah": 100, "fedper": 90, "fedrep": 90, "fedfomo": 600, "fedala": 100} | {"fedapa": 90}
-LR = {"cnn": 0.005, "resnet18": 0.01, "mlp": 0.05}
+LR = {"cnn": 0.005, "resnet18": 0.01, "fasttext": 0.01, "mlp": 0.05}
 RULE = "the stopping rule of FedAH's released code: 100 evaluations without a new best"
 PAPER = {"dataset": "tiny-imagenet", "model": "resnet18", "samples": 100_000, "rounds": 102}
 
@@ -221,15 +221,20 @@ def test_four_seeds_reproduce_nothing():
     assert (found.verdict, found.why) == ("agrees at reduced scale", "4 of at least 5 seeds")
 
 
-def at_full_scale(dataset, partition, fedah=None, **training):
-    """The claim AH7 by fabricated runs of the CNN at full scale, FedAH far ahead, its settings changed by `fedah`."""
-    size = {"dataset": dataset, "model": "cnn", "samples": scale.SIZES[dataset], "rounds": 102}
+def at_full_scale(dataset, partition, fedah=None, model="cnn", own=(), **training):
+    """The claim AH7 by fabricated runs of a model at full scale, FedAH far ahead, its settings changed by `fedah`.
+
+    own: the data set's own settings, as they stand in a configuration.
+    """
+    size = {"dataset": dataset, "model": model, "samples": scale.SIZES[dataset], "rounds": 102}
     changes = {"partition": partition, "training": training}
     settings = {"fedavg": {}, "fedah": fedah or {}}
     there = {
         m: [history(m, [v - 9, v], s, settings=settings[m], **size, **changes) for s in range(5)]
         for m, v in (("fedavg", 50), ("fedah", 60))
     }
+    for run in (run for group in there.values() for run in group):
+        run.config["dataset"] |= dict(own)
     found = claims.check("AH7", there)
     return found.verdict, found.why.split("; ")[:-1]  # the last names the methods without runs
 
@@ -259,6 +264,13 @@ def test_runs_by_another_protocol_reproduce_nothing():
         "momentum 0.9, the protocol: 0.0",
         "fedah's weight_lr 1.0, its default: None",
     }
+
+
+def test_texts_cut_otherwise_than_by_default_reproduce_nothing():
+    assert at_full_scale("agnews", {}, model="fasttext", own={"length": 200, "ngrams": 1}) == ("reproduced", [])
+    verdict, why = at_full_scale("agnews", {}, model="fasttext", own={"length": 50, "ngrams": 2})
+    assert verdict == "agrees at reduced scale"
+    assert why == ["agnews's length 50, its default: 200", "agnews's ngrams 2, its default: 1"]
 
 
 def test_a_method_with_other_settings_reproduces_nothing():

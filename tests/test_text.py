@@ -2,6 +2,7 @@
 
 import csv
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -87,6 +88,49 @@ def test_pairs_follow_the_words(folder):
         [1, 2, 5, 1, 9, 4, 3, 7, 6, 14, 10, 0],
         [1, 2, 12, 0, 3, 8, 0, 0, 0, 0, 0, 0],
     ]
+
+
+def test_settings_are_passed_and_kept(folder):
+    news = load("agnews", length=12, ngrams=2)
+    x, _, _, size = ag_news(folder, length=12, ngrams=2)
+    assert torch.equal(news.x, x) and news.vocabulary == size
+    assert news.settings == {"length": 12, "ngrams": 2}
+    assert load("agnews").settings == {"length": 200, "ngrams": 1} and load("digits").settings == {}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "settings", "why"),
+    [
+        ("agnews", {"lenght": 9}, "lenght=9: not a setting of data set 'agnews', which has length, ngrams"),
+        ("fashion-mnist", {"ngrams": 2}, "ngrams=2: not a setting of data set 'fashion-mnist', which has none"),
+        ("mine.npz", {"length": 9}, "length=9: not a setting of data set 'mine.npz', which has none"),
+        ("agnews", {"ngrams": 0}, "ngrams=0: must be a whole number, at least 1"),
+        ("agnews", {"length": -1}, "length=-1: must be a whole number, at least 1"),
+    ],
+)
+def test_settings_are_refused_before_anything_is_read(tmp_path, no_requests, dataset, settings, why):
+    assert message(ValueError, load, dataset, root=tmp_path, **settings) == why  # and no word of missing files
+    if settings.keys() <= {"length", "ngrams"}:
+        options = [f"--{name}={value}" for name, value in settings.items()]
+        done = CliRunner().invoke(main, ["run", "local", f"--dataset={dataset}", f"--data-root={tmp_path}", *options])
+        assert (done.exit_code, done.stderr) == (2, f"pflkit: {why}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_length_and_ngrams_name_the_results(folder, tmp_path, capsys):
+    words = [f"{word} {place}" for word in "abcde" for place in "pqrs"]
+    (folder / "train.csv").write_text("".join(f'"{i % 4 + 1}","{title}","x y z"\n' for i, title in enumerate(words)))
+    names = []
+    for options in ({}, {"length": 200, "ngrams": 1}, {"length": 3}, {"ngrams": 2}):
+        arguments = [f"--{name}={value}" for name, value in options.items()]
+        arguments += ["--partition=iid", "--clients=2", "--rounds=1", f"--out={tmp_path}/runs{len(names)}"]
+        done = CliRunner().invoke(main, ["run", "local", "--dataset=agnews", *arguments])
+        assert done.exit_code == 0, done.output
+        (run,) = (tmp_path / f"runs{len(names)}").iterdir()
+        about = json.loads((run / "config.json").read_text())["dataset"]
+        assert about == {"name": "agnews", "length": 200, "ngrams": 1, "fingerprint": about["fingerprint"]} | options
+        names.append((run.name, about["fingerprint"]))
+    assert names[0] == names[1] and all(len(set(column)) == 3 for column in zip(*names, strict=True))
 
 
 def test_a_text_without_words_is_zeros(folder):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from pflkit import costs
+from pflkit import costs, data
 from pflkit.methods import METHODS
 
 PATIENCE = 100  # evaluations without a new best: FedAH's released code; its paper: "an early stopping mechanism"
@@ -85,6 +85,9 @@ def falls_short(claim, there):
     short += [f"{k} {have.get(k)}, the protocol: {v}" for k, v in wanted.items() if have.get(k) != v]
     if (least := partition.get("min_size", 0)) > claim.paper.min_size:
         short.append(f"min_size {least}, the protocol: at most {claim.paper.min_size}")
+    if name in data.LOADERS:
+        own, default = config["dataset"], data.settings_of(name)
+        short += [f"{name}'s {k} {own.get(k)}, its default: {v}" for k, v in default.items() if own.get(k) != v]
     for method in [n for n in there if n in METHODS]:
         own, default = there[method][0].config["settings"], asdict(METHODS[method]())
         short += [f"{method}'s {k} {own.get(k)}, its default: {v}" for k, v in default.items() if own.get(k) != v]
