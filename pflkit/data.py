@@ -253,7 +253,8 @@ def _npz_samples(path, x):
         fits = x.ndim == 3 or (x.ndim == 4 and x.shape[3] in (1, 3, 4))
         _need(fits, f"{path}: uint8 x must be images [n, H, W] or [n, H, W, C] with C 1, 3 or 4, not {x.shape}")
         return images(x, 255)
-    _need(x.dtype.kind == "f", f"{path}: x must be uint8 images or floats, not {x.dtype}; e.g. x.astype(np.uint8)")
+    advice = "images as x.astype(np.uint8), word numbers by data.Dataset and its vocabulary"
+    _need(x.dtype.kind == "f", f"{path}: x must be uint8 images or floats, not {x.dtype}; {advice}")
     with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused below
         x = torch.from_numpy(x.astype(np.float32, order="C"))
     bad = int((~torch.isfinite(x)).flatten(1).any(1).sum())

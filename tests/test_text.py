@@ -145,6 +145,15 @@ def test_impossible_parameters(folder, name, value):
     assert line == f"{name}={value!r}: must be a whole number, at least 1"
 
 
+@pytest.mark.parametrize("dtype", ["i2", "u1", "i8"])
+def test_word_numbers_in_an_npz_are_refused(tmp_path, dtype):
+    np.savez(tmp_path / "mine.npz", x=np.ones((40, 9), dtype), y=np.arange(40) % 2)
+    line = message(ValueError, load, tmp_path / "mine.npz")
+    assert line.startswith(f"{tmp_path}/mine.npz: ") and ("must be images" if dtype == "u1" else "word numbers") in line
+    done = CliRunner().invoke(main, ["run", "local", "--model=fasttext", f"--dataset={tmp_path}/mine.npz"])
+    assert (done.exit_code, done.stderr) == (2, f"pflkit: {line}\n")
+
+
 # --- words -----------------------------------------------------------------------------------------------------------
 
 

@@ -4,18 +4,18 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from pflkit import costs, data
+from pflkit import costs, data, images, text
 from pflkit.methods import METHODS
 
 PATIENCE = 100  # evaluations without a new best: FedAH's released code; its paper: "an early stopping mechanism"
-SIZES = {  # which data sets are real, and how many samples, training and test together, are full data
+SIZES = {  # which data sets are real, and how many samples are full data: all that the loader yields where all is there
     "digits": 1_797,
-    "mnist": 70_000,
-    "fashion-mnist": 70_000,
-    "cifar10": 60_000,
-    "cifar100": 60_000,
-    "tiny-imagenet": 100_000,
-    "agnews": 127_600,
+    "mnist": sum(data.MNIST_SIZES.values()),
+    "fashion-mnist": sum(data.MNIST_SIZES.values()),
+    "cifar10": sum(images.CIFAR_SIZES),
+    "cifar100": sum(images.CIFAR_SIZES),
+    "tiny-imagenet": images.TINY_CLASSES * images.TINY_EACH,
+    "agnews": sum(text.ROWS.values()),
 }
 
 
