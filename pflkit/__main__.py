@@ -86,6 +86,8 @@ def list_data(data_root):
 @click.option(
     "--dataset", default="digits", show_default=True, help="A name that `data` lists, or a FILE.npz of x and y."
 )
+@click.option("--length", type=int, help="Word numbers a text, of AG News; what is beyond is dropped.  [200]")
+@click.option("--ngrams", type=int, help="2: pairs of words too, 3: triples too, of AG News.  [1]")
 @click.option(
     "--model",
     help="cnn, cnn-small, cnn-1 to -5, resnet18, mlp, mlp-1 to -5, fasttext; A+B: in turn.  [what fits the data]",

@@ -9,11 +9,12 @@ torchvision and once their md5 is right; none is written.
 
 import gzip
 import hashlib
+import inspect
 import math
 import os
 import zipfile
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ MNIST_SIZES = {"train": 60_000, "t10k": 10_000}  # images in the two parts of MN
 @dataclass(frozen=True, eq=False)
 class Dataset:
     """`x` float32 [n, *shape], images [n, C, H, W], or word numbers int64 [n, length]; `y` int64 [n] in 0..K-1;
-    `classes`, the K original labels.
+    `classes`, the K original labels; `settings`, what else was asked of the loader.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Dataset:
     y: np.ndarray
     classes: tuple
     vocabulary: int | None = None  # of texts: x holds int64 word numbers 0..vocabulary-1, [n, length]
+    settings: dict = field(default_factory=dict)
 
     @property
     def shape(self):
@@ -55,25 +57,38 @@ class Dataset:
         return digest.hexdigest()[:16]
 
 
-def load(dataset, root=None, download=True):
+def load(dataset, root=None, download=True, **settings):
     """A data set by name: a key of LOADERS, or the path of an .npz file that holds x and y (rules: see `_npz`).
 
     root: folder of the data files, see `data_root`. download=False forbids the network; files that are there are never
-    downloaded again. ValueError for an unknown name or an unusable file, FileNotFoundError for files that are missing
-    and cannot be downloaded; each in one line that names the files.
+    downloaded again. settings: the loader's own; only AG News has any, see `text.ag_news`. ValueError for an unknown
+    name or setting or an unusable file, FileNotFoundError for files that are missing and cannot be downloaded; each in
+    one line that names it.
 
     >>> data = load("digits")
     >>> data.shape, data.num_classes, len(data.y)
     ((1, 8, 8), 10, 1797)
     """
     checks.boolean("download", download)
-    if isinstance(dataset, str | os.PathLike) and Path(dataset).suffix == ".npz":
+    npz = isinstance(dataset, str | os.PathLike) and Path(dataset).suffix == ".npz"
+    defaults = {} if npz else settings_of(dataset)
+    for key, value in settings.items():
+        if key not in defaults:
+            has = ", ".join(defaults) or "none"
+            raise ValueError(f"{key}={value!r}: not a setting of data set {str(dataset)!r}, which has {has}")
+    if npz:
         path = Path(os.path.expanduser(dataset))
         if not path.is_file():
             raise FileNotFoundError(f"dataset={str(dataset)!r}: no such file")
         return Dataset(path.name, *_npz(path))
+    settings = defaults | settings
+    return Dataset(dataset, *LOADERS[dataset](root, download, **settings), settings=settings)
+
+
+def settings_of(dataset):
+    """{name: default value} of the settings of a key of LOADERS."""
     loader = LOADERS[checks.choice("dataset", dataset, [*LOADERS, "FILE.npz"])]
-    return Dataset(dataset, *loader(root, download))
+    return {name: parameter.default for name, parameter in [*inspect.signature(loader).parameters.items()][2:]}
 
 
 def data_root(root=None):
@@ -138,14 +153,19 @@ def _tiny_imagenet(root, download):
     return tiny_imagenet(root, download)
 
 
-LOADERS = {  # name: function (root, download) -> x, y, classes, and of texts the size of the vocabulary
+def _agnews(root, download, length=200, ngrams=1):
+    """127,600 texts in 4 classes, as rows of `length` word numbers."""
+    return text.ag_news(data_root(root) / "ag_news_csv", download, length, ngrams)
+
+
+LOADERS = {  # name: function (root, download, its settings) -> x, y, classes, and of texts the size of the vocabulary
     "digits": _digits,
     "fashion-mnist": _fashion_mnist,
     "mnist": _mnist,
     "cifar10": _cifar10,
     "cifar100": _cifar100,
     "tiny-imagenet": _tiny_imagenet,
-    "agnews": lambda root, download: text.ag_news(data_root(root) / "ag_news_csv", download),
+    "agnews": _agnews,
 }
 
 
@@ -153,11 +173,11 @@ def _mnist_like(source, root, download):
     """The four idx files of `source` (a torchvision class: its folder, addresses and class names), read or fetched."""
     raw, shapes, paths = idx_files(source, root)
     # What is there is read first: a corrupt file is named, not replaced behind the user's back.
-    arrays = {name: _read_idx(paths[name], shapes[name]) for name in paths}
+    arrays = {name: read_idx(paths[name], shapes[name]) for name in paths}
     missing = [name for name in shapes if name not in arrays]
     if missing:
         _fetch(source, raw, missing, download)
-        arrays |= {name: _read_idx(raw / f"{name}.gz", shapes[name]) for name in missing}
+        arrays |= {name: read_idx(raw / f"{name}.gz", shapes[name]) for name in missing}
     x, y = (np.concatenate([arrays[name] for name in shapes if kind in name]) for kind in ("images", "labels"))
     return images(x, 255), y.astype(np.int64), tuple(source.classes)
 
@@ -171,7 +191,7 @@ def idx_files(source, root):
     return raw, shapes, {name: paths[0] for name, paths in found.items() if paths}
 
 
-def _read_idx(path, shape):
+def read_idx(path, shape):
     """uint8 array of `shape` from an idx file, MNIST's format; ValueError, naming the file, unless it holds just that.
 
     The content decides, not the archive's hash: re-packed files (Debian's) are as good. Torchvision's own reader is
@@ -233,7 +253,8 @@ def _npz_samples(path, x):
         fits = x.ndim == 3 or (x.ndim == 4 and x.shape[3] in (1, 3, 4))
         _need(fits, f"{path}: uint8 x must be images [n, H, W] or [n, H, W, C] with C 1, 3 or 4, not {x.shape}")
         return images(x, 255)
-    _need(x.dtype.kind == "f", f"{path}: x must be uint8 images or floats, not {x.dtype}; e.g. x.astype(np.uint8)")
+    advice = "images as x.astype(np.uint8), word numbers by data.Dataset and its vocabulary"
+    _need(x.dtype.kind == "f", f"{path}: x must be uint8 images or floats, not {x.dtype}; {advice}")
     with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused below
         x = torch.from_numpy(x.astype(np.float32, order="C"))
     bad = int((~torch.isfinite(x)).flatten(1).any(1).sum())

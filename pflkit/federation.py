@@ -107,9 +107,10 @@ class Federation:
                     f"model={m.name!r}: takes {m.shape} and {m.classes} classes, but {dataset.name!r} has "
                     f"{tuple(dataset.shape)} and {dataset.num_classes}"
                 )
-            ids = dataset.x.dtype in (torch.int32, torch.int64)
-            if ids == (m.vocabulary is None) or not (ids or dataset.x.is_floating_point()):
-                takes, has = ("real numbers", "ids") if m.vocabulary is None else ("ids", "real numbers")
+            ids, reals = dataset.x.dtype in (torch.int32, torch.int64), dataset.x.is_floating_point()
+            if not (reals if m.vocabulary is None else ids):
+                takes = "real numbers" if m.vocabulary is None else "ids (int32, int64)"
+                has = "ids" if ids else "real numbers" if reals else "other values"
                 raise ValueError(f"model={m.name!r}: takes {takes}, but {dataset.name!r} has {has} ({dataset.x.dtype})")
             if m.vocabulary and not 0 <= int(dataset.x.min()) <= int(dataset.x.max()) < m.vocabulary:
                 ends = f"{int(dataset.x.min())} to {int(dataset.x.max())}"

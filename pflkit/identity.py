@@ -36,7 +36,7 @@ def describe(method, fed, rounds, eval_every=1):
     config = {
         "method": names.get(type(method), type(method).__name__),
         "settings": settings,
-        "dataset": {"name": fed.dataset.name, "fingerprint": fed.fingerprint},
+        "dataset": {"name": fed.dataset.name, **fed.dataset.settings, "fingerprint": fed.fingerprint},
         "partition": {"name": fed.partition.name, **fed.partition.settings, "fingerprint": fed.partition.fingerprint},
         "clients": fed.num_clients,
         "model": {

@@ -16,6 +16,7 @@ from pflkit.download import fetch
 
 CIFAR_SIZES = (50_000, 10_000)  # images in the training and the test part
 TINY = "tiny-imagenet-200"
+TINY_CLASSES, TINY_EACH = 200, 550  # images of each class: 500 to train, 50 to validate
 TINY_URL = f"http://cs231n.stanford.edu/{TINY}.zip"
 TINY_MD5 = "90528d7ca1a48142e341f4ef8d21d0de"  # of 248,100,043 bytes; as avalanche-lib and others list it
 
@@ -66,10 +67,8 @@ def tiny_imagenet(root, download):
     if not folder.exists():
         _fetch(folder, [TINY], TINY_URL, lambda scratch: _get_tiny(scratch, folder), download)
     wnids, files = tiny_files(folder)
-    if len(files) != 550 * len(wnids):
-        print(
-            f"{folder} holds {len(files):,} images of {len(wnids)} classes, officially {550 * len(wnids):,}", flush=True
-        )
+    if len(files) != (official := TINY_EACH * len(wnids)):
+        print(f"{folder} holds {len(files):,} images of {len(wnids)} classes, officially {official:,}", flush=True)
     x = np.empty((len(files), 64, 64, 3), np.uint8)
     for i, (path, _) in enumerate(files):
         x[i] = _jpeg(path)

@@ -1,7 +1,7 @@
 """AG News, 127,600 short news texts of four classes, as rows of word numbers; what fastText takes.
 
-    data.load("agnews")                                  words, 200 a text, as the papers' code has it
-    Dataset("agnews", *ag_news(folder, ngrams=2))        other lengths, or pairs of words too
+    data.load("agnews")                           words, 200 a text, as the papers' code has it
+    data.load("agnews", length=400, ngrams=2)     other lengths, or pairs of words too
 
 Source: X. Zhang, J. Zhao, Y. LeCun, Character-level convolutional networks for text classification, NeurIPS 2015.
 Words are torchtext's; it is imported here, when a text is wanted, and nowhere else.
@@ -45,10 +45,13 @@ def ag_news(folder, download=True, length=200, ngrams=1):
     checks.integer("length", length, 1)
     tokens = tokenizer(ngrams)
     folder = Path(folder)
-    missing = [name for name in ROWS if not (folder / name).is_file()]
+    # What is there is read first: a corrupt file is named before any download.
+    found = {name: [*read(folder / name)] for name in ROWS if (folder / name).is_file()}
+    missing = [name for name in ROWS if name not in found]
     if missing:
         _fetch(folder, missing, download)
-    train, test = ([*read(folder / name)] for name in ROWS)
+        found |= {name: [*read(folder / name)] for name in missing}
+    train, test = (found[name] for name in ROWS)
     for name, rows in zip(ROWS, (train, test), strict=True):
         if len(rows) != ROWS[name]:
             print(f"{folder / name} holds {len(rows):,} rows, the official file {ROWS[name]:,}", flush=True)

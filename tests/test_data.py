@@ -8,9 +8,11 @@ import pickle
 import random
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import zipfile
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,7 @@ import torchvision.datasets.utils
 from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100
 
-from pflkit import data, images
+from pflkit import data, images, inventory
 from pflkit.data import Dataset, data_root, load
 
 SIZES = {"train": 40, "t10k": 20}  # small stand-ins for 60,000 and 10,000
@@ -289,6 +291,7 @@ def test_corrupt_file_is_named_and_neither_used_nor_replaced(files, no_requests,
     text = message(ValueError, load, "fashion-mnist")
     path = next(path for path in before if path.name in (name, f"{name}.gz"))
     assert text.startswith(f"{path} is corrupt: ") and why in text and "delete it" in text
+    assert f"corrupt: {path.name} in {files}; " in inventory.FOUND["fashion-mnist"](None)
     assert {path: path.read_bytes() for path in files.iterdir()} == before
 
 
@@ -434,6 +437,7 @@ def test_corrupt_cifar_is_named_and_neither_unpickled_nor_replaced(cifar, monkey
     before = {path: path.read_bytes() for path in folder.iterdir()}
     text = message(ValueError, load, cifar.name)
     assert text.startswith(f"{folder}: corrupt (md5) {name}; ") and "delete" in text
+    assert f"corrupt: {name} in {folder}; " in inventory.FOUND[cifar.name](None)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     assert not Path("fired").exists()
 
@@ -529,6 +533,8 @@ def test_tiny_imagenet_that_is_broken(tiny, no_requests, name, content, why):
     (tiny / name).write_bytes(content)
     text = message(ValueError, load, "tiny-imagenet")
     assert text.startswith(str(tiny / name)) and why in text
+    listed = inventory.FOUND["tiny-imagenet"](None)
+    assert listed == f"unusable: {text}" or (name.endswith(".JPEG") and "(counted, not decoded)" in listed)
 
 
 def test_tiny_imagenet_that_lacks_something_is_not_downloaded(tiny, no_requests):
@@ -568,12 +574,18 @@ GOOD = [(f"tiny-imagenet-200/{name}", content) for name, content in tiny_files()
 
 @pytest.fixture
 def served(monkeypatch):
-    """served(body): a server on this machine's own address has it, and Tiny-ImageNet is looked for there."""
+    """served(body): a server on this machine's own address has it, and Tiny-ImageNet is looked for there.
+
+    together: no request is answered before so many have come.
+    """
     servers = []
 
-    def start(body, status=200, md5=None, length=None):
+    def start(body, status=200, md5=None, length=None, together=1):
+        come = threading.Barrier(together, timeout=60)
+
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
+                come.wait()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body) if length is None else length))
                 self.end_headers()
@@ -582,7 +594,7 @@ def served(monkeypatch):
             def log_message(self, *args):
                 pass
 
-        server = HTTPServer(("127.0.0.1", 0), Handler)
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         servers.append((server, threading.Thread(target=server.serve_forever, args=(0.01,))))
         servers[-1][1].start()
         monkeypatch.setattr(images, "TINY_URL", f"http://127.0.0.1:{server.server_port}/tiny.zip")
@@ -640,6 +652,43 @@ def test_tiny_imagenet_download_that_fails_leaves_nothing_behind(served, tmp_pat
     text = message(FileNotFoundError, load, "tiny-imagenet", root=root)
     assert text.startswith(f"{root} lacks tiny-imagenet-200 (download failed, ") and why in text
     assert [path for path in tmp_path.rglob("*") if path.name not in ("a", "root")] == []
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "cut"])
+def test_two_processes_download_tiny_imagenet_at_once(served, tmp_path, whole):
+    """Each has the other's download beside its own; one puts the folder in place, and both read it."""
+    body = archive(*GOOD, ("tiny-imagenet-200/filler", os.urandom(2_000_000)))
+    served(body if whole else body[:-9], md5=hashlib.md5(body).hexdigest(), together=2)
+    code = """
+import sys
+from pflkit import data, images
+images.TINY_URL, images.TINY_MD5, root = sys.argv[1:]
+try:
+    print(data.load("tiny-imagenet", root=root).y.tolist())
+except FileNotFoundError as error:
+    print(error)
+"""
+    command = [sys.executable, "-W", "error", "-c", code, images.TINY_URL, images.TINY_MD5, str(tmp_path)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes) for _ in range(2)]
+    try:
+        printed = [process.communicate(timeout=120) for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert [process.returncode for process in both] == [0, 0], printed
+    for out, _ in printed:
+        first, *_, last = out.splitlines()
+        assert first == f"downloading {images.TINY_URL} into {tmp_path}"
+        if whole:
+            assert last == "[0, 0, 1, 1, 2, 2, 2, 1, 0]"
+        else:
+            assert last.startswith(f"{tmp_path} lacks tiny-imagenet-200 (download failed, {len(body) - 9} bytes came")
+            assert out.count("\n") == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-imagenet-200"] * whole
+    if whole:
+        there = {str(p.relative_to(tmp_path / "tiny-imagenet-200")) for p in tmp_path.rglob("*") if p.is_file()}
+        assert there == {*tiny_files(), "filler"}
 
 
 @pytest.mark.data
@@ -731,6 +780,8 @@ X = np.zeros((4, 2))
         ({"x": X[:, 0]}, "x must hold samples [n, ...], not an array of shape (4,)"),
         ({"x": X[:3]}, "x holds 3 samples, y 4 labels"),
         ({"x": X.astype(int)}, "x must be uint8 images or floats, not int64"),
+        ({"x": np.ones((4, 9), np.int16)}, "not int16; images as x.astype(np.uint8), word numbers by data.Dataset"),
+        ({"x": np.ones((4, 9), np.uint8)}, "uint8 x must be images [n, H, W] or [n, H, W, C] with C 1, 3 or 4, not"),
         ({"x": X.astype(bool)}, "x must be uint8 images or floats, not bool"),
         ({"x": X.astype(complex)}, "x must be uint8 images or floats, not complex128"),
         ({"x": X.astype(str)}, "x must be uint8 images or floats, not <U32"),

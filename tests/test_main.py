@@ -236,16 +236,17 @@ def test_data_prints_a_line_per_data_set(tmp_path, monkeypatch):
 
 
 def test_data_tells_complete_files_from_others(tmp_path, monkeypatch):
-    """MNIST's by their sizes, of a .gz by what it says it unpacks to; CIFAR's by md5."""
+    """MNIST's by what they hold, packed or not; CIFAR's by md5."""
     raw = tmp_path / "MNIST/raw"
     raw.mkdir(parents=True)
     for part, n in data.MNIST_SIZES.items():
-        (raw / f"{part}-images-idx3-ubyte").touch()
+        sizes = [size.to_bytes(4, "big") for size in (n, 28, 28)]
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(b"\0\0\x08\x03" + b"".join(sizes))
         os.truncate(raw / f"{part}-images-idx3-ubyte", 16 + n * 784)
-        (raw / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(bytes(8 + n)))
+        (raw / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(b"\0\0\x08\x01" + sizes[0] + bytes(n)))
     assert found(tmp_path)["mnist"] == f"complete, 70,000 images in {raw}"
     os.truncate(raw / "t10k-images-idx3-ubyte", 16)
-    (raw / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(bytes(8 + 59_999)))
+    (raw / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(bytes(8 + 60_000)))  # as long, without the header
     (raw / "t10k-labels-idx1-ubyte.gz").unlink()
     line = found(tmp_path)["mnist"]
     names = "t10k-images-idx3-ubyte, train-labels-idx1-ubyte.gz"
@@ -276,7 +277,8 @@ def test_data_counts_the_classes_and_images_of_tiny_imagenet(tmp_path):
     (folder / "val/images/3.JPEG").touch()
     lines = "0.JPEG\tn2\n1.JPEG\tn3\n2.JPEG\tn0\n3.JPEG\tn1\n"  # of n3 there is nothing else
     (folder / "val/val_annotations.txt").write_text(lines)
-    assert found(tmp_path)["tiny-imagenet"].startswith(f"3 of 200 classes, 9 images in {folder}; ")
+    beginning = f"3 of 200 classes, 9 images (counted, not decoded) in {folder}; "
+    assert found(tmp_path)["tiny-imagenet"].startswith(beginning)
     (folder / "val/images/0.JPEG").unlink()
     assert f"unusable: {folder}/val/images lacks 1 images" in found(tmp_path)["tiny-imagenet"]
     (folder / "wnids.txt").unlink()

@@ -276,7 +276,10 @@ def test_a_text_model_on_images_and_an_image_model_on_texts_are_refused(name, sh
     ("x", "vocabulary", "said"),
     [
         (texts(), None, "model='custom': takes real numbers, but 'texts' has ids (torch.int64)"),
-        (texts().float(), 50, "model='custom': takes ids, but 'texts' has real numbers (torch.float32)"),
+        (texts().float(), 50, "model='custom': takes ids (int32, int64), but 'texts' has real numbers (torch.float32)"),
+        (texts().short(), 50, "model='custom': takes ids (int32, int64), but 'texts' has other values (torch.int16)"),
+        (texts().byte(), 50, "model='custom': takes ids (int32, int64), but 'texts' has other values (torch.uint8)"),
+        (texts().byte(), None, "model='custom': takes real numbers, but 'texts' has other values (torch.uint8)"),
         (texts() + 1, 50, "model='custom': takes ids from 0 to 49, but 'texts' has 1 to 50"),
         (texts() - 1, 50, "model='custom': takes ids from 0 to 49, but 'texts' has -1 to "),
     ],

@@ -1,6 +1,8 @@
 """pflkit.text: what is read from AG News's csv files, and which numbers its words get. No test needs a network."""
 
 import csv
+import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import torch
 import torchvision.datasets.utils
 from click.testing import CliRunner
 
-from pflkit import text
+from pflkit import inventory, text
 from pflkit.__main__ import main
 from pflkit.data import data_root, load
 from pflkit.text import ag_news, read, tokenizer, vocabulary
@@ -88,6 +90,49 @@ def test_pairs_follow_the_words(folder):
     ]
 
 
+def test_settings_are_passed_and_kept(folder):
+    news = load("agnews", length=12, ngrams=2)
+    x, _, _, size = ag_news(folder, length=12, ngrams=2)
+    assert torch.equal(news.x, x) and news.vocabulary == size
+    assert news.settings == {"length": 12, "ngrams": 2}
+    assert load("agnews").settings == {"length": 200, "ngrams": 1} and load("digits").settings == {}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "settings", "why"),
+    [
+        ("agnews", {"lenght": 9}, "lenght=9: not a setting of data set 'agnews', which has length, ngrams"),
+        ("fashion-mnist", {"ngrams": 2}, "ngrams=2: not a setting of data set 'fashion-mnist', which has none"),
+        ("mine.npz", {"length": 9}, "length=9: not a setting of data set 'mine.npz', which has none"),
+        ("agnews", {"ngrams": 0}, "ngrams=0: must be a whole number, at least 1"),
+        ("agnews", {"length": -1}, "length=-1: must be a whole number, at least 1"),
+    ],
+)
+def test_settings_are_refused_before_anything_is_read(tmp_path, no_requests, dataset, settings, why):
+    assert message(ValueError, load, dataset, root=tmp_path, **settings) == why  # and no word of missing files
+    if settings.keys() <= {"length", "ngrams"}:
+        options = [f"--{name}={value}" for name, value in settings.items()]
+        done = CliRunner().invoke(main, ["run", "local", f"--dataset={dataset}", f"--data-root={tmp_path}", *options])
+        assert (done.exit_code, done.stderr) == (2, f"pflkit: {why}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_length_and_ngrams_name_the_results(folder, tmp_path, capsys):
+    words = [f"{word} {place}" for word in "abcde" for place in "pqrs"]
+    (folder / "train.csv").write_text("".join(f'"{i % 4 + 1}","{title}","x y z"\n' for i, title in enumerate(words)))
+    names = []
+    for options in ({}, {"length": 200, "ngrams": 1}, {"length": 3}, {"ngrams": 2}):
+        arguments = [f"--{name}={value}" for name, value in options.items()]
+        arguments += ["--partition=iid", "--clients=2", "--rounds=1", f"--out={tmp_path}/runs{len(names)}"]
+        done = CliRunner().invoke(main, ["run", "local", "--dataset=agnews", *arguments])
+        assert done.exit_code == 0, done.output
+        (run,) = (tmp_path / f"runs{len(names)}").iterdir()
+        about = json.loads((run / "config.json").read_text())["dataset"]
+        assert about == {"name": "agnews", "length": 200, "ngrams": 1, "fingerprint": about["fingerprint"]} | options
+        names.append((run.name, about["fingerprint"]))
+    assert names[0] == names[1] and all(len(set(column)) == 3 for column in zip(*names, strict=True))
+
+
 def test_a_text_without_words_is_zeros(folder):
     (folder / "test.csv").write_text('"2","","  "":;"\n')
     assert not load("agnews").x[2].any()
@@ -98,6 +143,15 @@ def test_a_text_without_words_is_zeros(folder):
 def test_impossible_parameters(folder, name, value):
     line = message(ValueError, ag_news, folder, **{name: value})
     assert line == f"{name}={value!r}: must be a whole number, at least 1"
+
+
+@pytest.mark.parametrize("dtype", ["i2", "u1", "i8"])
+def test_word_numbers_in_an_npz_are_refused(tmp_path, dtype):
+    np.savez(tmp_path / "mine.npz", x=np.ones((40, 9), dtype), y=np.arange(40) % 2)
+    line = message(ValueError, load, tmp_path / "mine.npz")
+    assert line.startswith(f"{tmp_path}/mine.npz: ") and ("must be images" if dtype == "u1" else "word numbers") in line
+    done = CliRunner().invoke(main, ["run", "local", "--model=fasttext", f"--dataset={tmp_path}/mine.npz"])
+    assert (done.exit_code, done.stderr) == (2, f"pflkit: {line}\n")
 
 
 # --- words -----------------------------------------------------------------------------------------------------------
@@ -198,6 +252,18 @@ def test_what_is_no_such_file_is_named_by_file_and_line(folder, no_requests, con
     (folder / "test.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
     line = message(ValueError, load, "agnews")
     assert line.startswith(f"{folder}/test.csv is corrupt: {why}") and "delete it" in line
+    assert inventory.FOUND["agnews"](None).startswith(f"corrupt: test.csv in {folder}; delete what is corrupt")
+
+
+def test_data_counts_rows_as_load_does(folder, no_requests, monkeypatch, capsys):
+    """A row may have several lines, and the last one need not end in a newline."""
+    (folder / "test.csv").write_text('"3","a","b\nc\n"\n\n"3","a","b"')
+    load("agnews")
+    assert "test.csv holds 2 rows, the official file 7,600" in capsys.readouterr().out
+    listed = inventory.FOUND["agnews"](None)
+    assert listed.startswith("not the official files: 2 of 120,000 rows in train.csv and 2 of 7,600 rows in test.csv, ")
+    monkeypatch.setattr(text, "MD5", {n: hashlib.md5((folder / n).read_bytes()).hexdigest() for n in text.ROWS})
+    assert inventory.FOUND["agnews"](None) == f"complete, 4 texts in {folder}"
 
 
 def test_field_limit_is_left_alone(folder):
@@ -214,6 +280,15 @@ def test_missing_files_are_named_and_where_they_are_published(tmp_path, no_reque
     assert line.startswith(f"{tmp_path}/ag_news_csv lacks train.csv, test.csv (download=False)")
     assert text.URL in line and "PFLKIT_DATA" in line
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("corrupt", "missing"), [("train.csv", "test.csv"), ("test.csv", "train.csv")])
+def test_a_corrupt_file_is_named_before_the_missing_one_is_downloaded(folder, no_requests, corrupt, missing):
+    (folder / corrupt).write_text("<html>404")
+    (folder / missing).unlink()
+    assert message(ValueError, load, "agnews").startswith(f"{folder}/{corrupt} is corrupt: line 1 has 1 fields")
+    assert inventory.FOUND["agnews"](None).startswith(f"missing: {missing}; corrupt: {corrupt} in {folder}; ")
+    assert [path.name for path in folder.iterdir()] == [corrupt]
 
 
 def test_without_a_network(folder, no_network):

@@ -4,18 +4,18 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from pflkit import costs
+from pflkit import costs, data, images, text
 from pflkit.methods import METHODS
 
 PATIENCE = 100  # evaluations without a new best: FedAH's released code; its paper: "an early stopping mechanism"
-SIZES = {  # which data sets are real, and how many samples, training and test together, are full data
+SIZES = {  # which data sets are real, and how many samples are full data: all that the loader yields where all is there
     "digits": 1_797,
-    "mnist": 70_000,
-    "fashion-mnist": 70_000,
-    "cifar10": 60_000,
-    "cifar100": 60_000,
-    "tiny-imagenet": 100_000,
-    "agnews": 127_600,
+    "mnist": sum(data.MNIST_SIZES.values()),
+    "fashion-mnist": sum(data.MNIST_SIZES.values()),
+    "cifar10": sum(images.CIFAR_SIZES),
+    "cifar100": sum(images.CIFAR_SIZES),
+    "tiny-imagenet": images.TINY_CLASSES * images.TINY_EACH,
+    "agnews": sum(text.ROWS.values()),
 }
 
 
@@ -85,6 +85,9 @@ def falls_short(claim, there):
     short += [f"{k} {have.get(k)}, the protocol: {v}" for k, v in wanted.items() if have.get(k) != v]
     if (least := partition.get("min_size", 0)) > claim.paper.min_size:
         short.append(f"min_size {least}, the protocol: at most {claim.paper.min_size}")
+    if name in data.LOADERS:
+        own, default = config["dataset"], data.settings_of(name)
+        short += [f"{name}'s {k} {own.get(k)}, its default: {v}" for k, v in default.items() if own.get(k) != v]
     for method in [n for n in there if n in METHODS]:
         own, default = there[method][0].config["settings"], asdict(METHODS[method]())
         short += [f"{method}'s {k} {own.get(k)}, its default: {v}" for k, v in default.items() if own.get(k) != v]
