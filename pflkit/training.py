@@ -70,7 +70,7 @@ class Engine:
     `if x.max() > 0`) trains client by client, with one warning.
     """
 
-    WIDTH, NUMBERS = 8, 100_000  # narrower stacks, and more trained numbers a client, were slower than a loop on a CPU
+    WIDTH, NUMBERS = 8, 20_000  # narrower stacks, and those of more numbers a client, lost to a loop on a CPU
 
     def __init__(self, name="auto", model=None, device="cpu", width=1.0):
         self.wanted = choice("engine", name, ("auto", "loop", "threads", "stacked"))
