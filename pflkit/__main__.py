@@ -1,4 +1,4 @@
-"""The command line: python -m pflkit [run | list | data] ..."""
+"""The command line: python -m pflkit [run | bench | list | data] ..."""
 
 import re
 import sys
@@ -77,6 +77,19 @@ def list_data(data_root):
     try:
         for name, found in FOUND.items():
             click.echo(f"{name:<14} {found(data_root)}")
+    except OSError as error:
+        refuse(error)
+
+
+@main.command("bench")
+@click.option("--full", is_flag=True, help="All methods, more models, and engines that are known to lose there.")
+@click.option("--out", help="Folder for bench.csv.  [none]")
+def run_bench(full, out):
+    """Times a round of training: our engines and a plain loop of torch modules, side by side, on the CPU."""
+    from pflkit.bench import bench
+
+    try:
+        bench(full, out, say=click.echo)
     except OSError as error:
         refuse(error)
 
