@@ -1,4 +1,4 @@
-"""Many clients' SGD, each on its own batches: one client by one, or all at once; both take exactly the same steps."""
+"""Many clients' steps, each on its own batches: one client by one, or all at once; both take exactly the same steps."""
 
 import numbers
 from collections.abc import Callable
@@ -14,15 +14,16 @@ from pflkit.models import Model, as_trained
 
 @dataclass
 class Descent:
-    """What is to be done: C clients' SGD from `params` [C, ...], as training.Clients.sgd says.
+    """What is to be done: C clients' SGD from `params` [C, ...], or steps of another kind, as training.Clients says.
 
-    data: (x [n, ...], y [n]) of each client. order(i, epoch): a permutation of client i's n samples. epochs: each
-    client's number. trained: for each leaf of `params`, whether it is. rule: a Training. pull: (anchor [C, ...], mu),
-    or None. skip_singles: leave out batches of one sample.
+    data: (x [n, ...], y [n]) of each client. order(i, epoch, draw): a permutation of client i's n samples. epochs: each
+    client's number. trained: for each leaf of `params`, whether it is. rule: a Training. skip_singles: leave out
+    batches of one sample. rates: for each trained leaf, in the place of the rule's. pull: (anchor [C, ...], mu).
+    step, draws: of the other kind; there is no loss then.
     """
 
     model: Model
-    loss: Callable
+    loss: Callable | None
     params: Any
     fixed: tuple
     data: list
@@ -30,10 +31,13 @@ class Descent:
     epochs: list
     trained: list
     rule: Any
-    project: Callable | None
-    pull: tuple | None
-    until: Callable | None
     skip_singles: bool
+    rates: list | None = None
+    project: Callable | None = None
+    pull: tuple | None = None
+    until: Callable | None = None
+    step: Callable | None = None
+    draws: int = 1
 
     def moving(self, tree):
         """The trained leaves of a tree such as `params`."""
@@ -54,30 +58,36 @@ def one_by_one(d, each, dropout):
     seen, samples, skipped = [None] * len(d.epochs), np.zeros(len(d.epochs)), np.zeros(len(d.epochs))
 
     def batches(i, epoch):
-        """Client i's batches (x, y) of one epoch: the full ones, then the short last one."""
+        """Client i's batches of one epoch, the full ones, then the short last one: of each draw one (x, y)."""
         x, y = d.data[i]
-        order = torch.from_numpy(d.order(i, epoch)).to(y.device)
+        orders = [torch.from_numpy(d.order(i, epoch, draw)).to(y.device) for draw in range(d.draws)]
         # Shuffled once an epoch, so that batches are views: gathering each of them costs a tenth of its step.
-        for batch in zip(x[order].split(d.rule.batch_size), y[order].split(d.rule.batch_size), strict=True):
-            if d.rule.drop_last and len(batch[1]) < d.rule.batch_size:
+        size = d.rule.batch_size
+        for drawn in zip(*(zip(x[o].split(size), y[o].split(size), strict=True) for o in orders), strict=True):
+            if d.rule.drop_last and len(drawn[0][1]) < size:
                 continue
-            if d.skip_singles and len(batch[1]) == 1:
+            if d.skip_singles and len(drawn[0][1]) == 1:
                 skipped[i] += 1
                 continue
-            yield batch
+            yield drawn
 
     @torch.enable_grad()
     def client(i):
         own = as_trained(own_copy(trees.row(d.params, i), d.model.plain))
-        moving, still = [leaf.requires_grad_() for leaf in d.moving(own)], d.still(lambda f: trees.row(f, i))
+        moving, still = [t.requires_grad_(d.step is None) for t in d.moving(own)], d.still(lambda f: trees.row(f, i))
         pull = d.pull and ([anchor[i] for anchor in d.moving(d.pull[0])], d.pull[1])
         velocity, values, sizes, means = None, {}, [], []
         for epoch in range(d.epochs[i]):
             first = len(sizes)
-            for batch in batches(i, epoch):
-                value, extras = _value(d.loss(d.model, own, batch, *still))
-                velocity = _step(d, moving, _gradients(value, moving), velocity, pull)
-                sizes.append(len(batch[1]))
+            for drawn in batches(i, epoch):
+                if d.step is None:
+                    value, extras = _value(d.loss(d.model, own, drawn[0], *still))
+                    velocity = _step(d, moving, _gradients(value, moving), velocity, pull)
+                else:
+                    stepped, value = d.step(d.model, own, drawn, *still)
+                    trees.tree_map(lambda old, new: old.copy_(new.detach()), own, stepped)
+                    value, extras = _value(value)
+                sizes.append(len(drawn[0][1]))
                 for name, amount in {"loss": value, **extras}.items():
                     values.setdefault(name, []).append(torch.as_tensor(amount).detach())
             if d.until is not None and len(sizes) > first:
@@ -114,20 +124,33 @@ def all_at_once(d, check):
     sums, samples, skipped, means = {}, np.zeros(C), np.zeros(C), [[] for _ in n]
 
     def values(leaves, x, y, still):
+        """One client's loss and extras, and its leaves after a step that is not SGD."""
         still, own = iter(still), as_trained(trees.like(d.params, leaves))
-        value, extras = _value(d.loss(d.model, own, (x, y), *d.still(lambda f: trees.like(f, next(still)))))
-        return {"loss": value, **{k: torch.as_tensor(extra, device=value.device) for k, extra in extras.items()}}
+        still = d.still(lambda f: trees.like(f, next(still)))
+        stepped = own
+        if d.step is None:
+            value = d.loss(d.model, own, (x[0], y[0]), *still)
+        else:
+            stepped, value = d.step(d.model, own, tuple(zip(x.unbind(), y.unbind(), strict=True)), *still)
+            stepped = trees.tree_map(lambda _, new: new, own, stepped)
+        value, extras = _value(value)
+        extras = {name: torch.as_tensor(extra, device=value.device) for name, extra in extras.items()}
+        return {"loss": value, **extras}, trees.leaves(stepped) if d.step else []
 
     of_all = torch.vmap(values)
 
-    def client(j, leaves, batch, still):
-        """The gradients of the j-th client by itself, and the leaves that are not trained after its forward pass."""
+    def changes(found, leaves):
+        """What a step is made of: the gradients and the leaves that are not trained; or all leaves after it."""
+        moving = [t for t in leaves if t.requires_grad]
+        return found[1] or _gradients(found[0]["loss"].sum(), moving) + [t for t in leaves if not t.requires_grad]
+
+    def alone(j, leaves, batch, still):
+        """The changes of the j-th client by itself."""
         own = [t[j].detach().clone().requires_grad_(t.requires_grad) for t in leaves]
-        loss = values(own, x[batch[j]], y[batch[j]], [[t[j] for t in f] for f in still])["loss"]
-        return _gradients(loss, [t for t in own if t.requires_grad]) + [t for t in own if not t.requires_grad]
+        return changes(values(own, x[batch[j]], y[batch[j]], [[t[j] for t in f] for f in still]), own)
 
     def train(rows, batches):
-        """Steps of the clients `rows`; batches[k] [P, B] are the samples of the first P of them, P never growing."""
+        """Steps of the clients `rows`; batches[k] [P, draws, B] are samples of the first P of them, P never growing."""
         nonlocal check
         at, width = torch.from_numpy(rows).to(y.device), None
         own, speeds = [t[at] for t in whole], [t[at] for t in velocity]
@@ -136,20 +159,25 @@ def all_at_once(d, check):
         for batch in batches:
             if len(batch) != width:
                 width = len(batch)
-                leaves = [t[:width].detach().requires_grad_(moves) for t, moves in zip(own, d.trained, strict=True)]
+                learns = [moves and d.step is None for moves in d.trained]
+                leaves = [t[:width].detach().requires_grad_(moves) for t, moves in zip(own, learns, strict=True)]
                 moving = [t for t in leaves if t.requires_grad]
                 speed, still = [t[:width] for t in speeds], [[t[:width] for t in f] for f in stills]
                 pull = d.pull and ([t[:width] for t in anchors], d.pull[1])
-            alone = [client(j, leaves, batch, still) for j in range(width)] if check else []
+            expected = [alone(j, leaves, batch, still) for j in range(width)] if check else []
             found = of_all(leaves, x[batch], y[batch], still)
-            grads, check = _gradients(found["loss"].sum(), moving), False
-            for j, expected in enumerate(alone):
-                _compare([g[j] for g in grads] + [t[j] for t in leaves if not t.requires_grad], expected)
-            _step(d, moving, grads, speed, pull, stacked=True)
-            for name, value in found.items():
+            new, check = changes(found, leaves), False
+            for j, of_client in enumerate(expected):
+                _compare([t[j] for t in new], of_client)
+            if d.step is None:
+                _step(d, moving, new[: len(moving)], speed, pull, stacked=True)
+            else:
+                for old, t in zip(leaves, new, strict=True):
+                    old.copy_(t)
+            for name, value in found[0].items():
                 total = sums.setdefault(name, torch.zeros(C, dtype=torch.float64, device=y.device))
-                total.index_add_(0, at[:width], value.detach().double(), alpha=batch.shape[1])
-            samples[rows[:width]] += batch.shape[1]
+                total.index_add_(0, at[:width], value.detach().double(), alpha=batch.shape[2])
+            samples[rows[:width]] += batch.shape[2]
         for t, new in zip(whole + velocity, own + speeds, strict=True):
             t[at] = new
 
@@ -157,15 +185,15 @@ def all_at_once(d, check):
     for epoch in range(epochs.max()):
         running = running[epochs[running] > epoch]
         running = running[np.argsort(-(n[running] // size), kind="stable")]
-        orders = {i: first[i] + d.order(i, epoch) for i in running.tolist()}
+        orders = {i: first[i] + np.stack([d.order(i, epoch, k) for k in range(d.draws)]) for i in running.tolist()}
         full, short = n[running] // size, n[running] % size
         before, started = sums["loss"].clone() if sums else 0, samples.copy()
         if d.skip_singles and size == 1:
             skipped[running] += full
         elif full.max(initial=0):
-            table = np.zeros((full[0], len(running), size), dtype=np.int64)
+            table = np.zeros((full[0], len(running), d.draws, size), dtype=np.int64)
             for j, i in enumerate(running.tolist()):
-                table[: full[j], j] = orders[i][: full[j] * size].reshape(-1, size)
+                table[: full[j], j] = orders[i][:, : full[j] * size].reshape(d.draws, -1, size).swapaxes(0, 1)
             widths = (full > np.arange(full[0])[:, None]).sum(1).tolist()
             steps = torch.from_numpy(table).to(y.device)
             train(running, [step[:width] for step, width in zip(steps, widths, strict=True)])
@@ -174,7 +202,7 @@ def all_at_once(d, check):
             if d.skip_singles and length == 1:
                 skipped[rows] += 1
             else:
-                train(rows, [torch.from_numpy(np.stack([orders[i][-length:] for i in rows.tolist()])).to(y.device)])
+                train(rows, [torch.from_numpy(np.stack([orders[i][:, -length:] for i in rows.tolist()])).to(y.device)])
         if d.until is not None and sums:
             stepped = samples - started
             mean = ((sums["loss"] - before).cpu().numpy() / np.maximum(stepped, 1)).tolist()
@@ -191,6 +219,30 @@ def _compare(stacked, alone):
     for a, b in zip(stacked, alone, strict=True):
         if b.isfinite().all() and float((a - b).abs().max()) > 1e-3 * max(float(b.abs().max()), 1e-3):
             raise RuntimeError("torch.vmap gives other gradients or buffers than each client by itself")
+
+
+def slope(model, loss, params, batch, *fixed):
+    """(∇loss at `params`, `params` with the batch-norm statistics of this pass), for steps of ONE client.
+
+    Both are trees like `params`; the gradient is 0 for buffers. Other than in `sgd`, the loss gives its value only.
+    """
+    names = [name for name, _ in trees.named_leaves(params)]
+    all_leaves = trees.leaves(params)
+    learns = [leaf.is_floating_point() and not model.is_buffer(n) for n, leaf in zip(names, all_leaves, strict=True)]
+
+    def value(moving):
+        moving = iter(moving)
+        # Cloned, for torch.func.grad forbids to change what it does not own.
+        own = [next(moving) if learn else t.clone() for t, learn in zip(all_leaves, learns, strict=True)]
+        given = loss(model, as_trained(trees.like(params, own)), batch, *fixed)
+        return given, own
+
+    moving = [t for t, learn in zip(all_leaves, learns, strict=True) if learn]
+    found, own = torch.func.grad(value, has_aux=True)(moving)
+    found = iter(found)
+    gradient = [next(found) if learn else torch.zeros_like(t) for t, learn in zip(all_leaves, learns, strict=True)]
+    after = [t if learn else new for t, new, learn in zip(all_leaves, own, learns, strict=True)]
+    return trees.like(params, gradient), trees.like(params, after)
 
 
 def _value(given):
@@ -223,7 +275,10 @@ def _step(d, moving, grads, velocity, pull, stacked=False):
     if rule.momentum:
         old = velocity or [torch.zeros_like(g) for g in grads]
         velocity = grads = [v.mul_(rule.momentum).add_(g) for v, g in zip(old, grads, strict=True)]
-    torch._foreach_add_(moving, grads, alpha=-rule.lr)  # all in one call, which threads wait for less
+    if d.rates is not None:
+        torch._foreach_add_(moving, torch._foreach_mul(grads, [-rate for rate in d.rates]))
+    else:
+        torch._foreach_add_(moving, grads, alpha=-rule.lr)  # all in one call, which threads wait for less
     if d.project is not None:
         project = torch.vmap(d.project) if stacked else d.project
         for p in moving:

@@ -34,6 +34,8 @@ class History:
     clients: a row per round and client: round, client, joined, n_train, n_test, before, after, before_loss, after_loss,
         bytes_down, bytes_up, flops. `before` is the accuracy on the client's own test data of the model it would use on
         receiving the round's message, `after` that of the model it holds after local training (sampled clients only).
+        Of a method that has personal and global models these are the personal ones'; before_global and after_global
+        are the global ones', in `rounds` too.
     rounds: a row per round: round, joined, before and after (means over clients), before_pooled and after_pooled (over
         test samples), bytes and flops (sums over clients), seconds (training), seconds_eval, and mean losses by phase.
         The last row, round rounds+1, has `before` only: what all the training led to.
@@ -53,18 +55,21 @@ class History:
 
     def curve(self, point=None):
         """Accuracy (mean over clients) by rounds of training done: a Series; `before` starts at 0 rounds."""
-        point = checks.choice("point", point or self.product, ("before", "after"))
+        points = [f"{when}{suffix}" for when in ("before", "after") for suffix in federation.KINDS.values()]
+        point = checks.choice("point", point or self.product, [p for p in points if p in self.rounds])
         values = self.rounds.set_index("round")[point].dropna()
-        values.index = values.index - (point == "before")
+        values.index = values.index - point.startswith("before")
         return values
 
     def summary(self):
         """One number each: accuracy (at the method's own point), before (of all clients, on receiving what all rounds
-        led to), after (of the clients that joined the last round), all means over clients; best (largest over rounds
-        at the own point, on test data: optimistic); bytes_up, bytes_down, flops, seconds in all.
+        led to), after (of the clients that joined the last round), and global (as before, of the global model where
+        a method has personal ones too), all means over clients; best (largest over rounds at the own point, on test
+        data: optimistic); bytes_up, bytes_down, flops, seconds in all.
         """
         own = self.curve()
-        last = {point: float(self.curve(point).iloc[-1]) for point in ("before", "after")}
+        points = {"before": "before", "after": "after", "global": "before_global"}
+        last = {name: float(self.curve(p).iloc[-1]) for name, p in points.items() if p in self.rounds}
         totals = {name: int(self.rounds[name].sum()) for name in ("bytes_up", "bytes_down", "flops")}
         seconds = float(self.rounds["seconds"].sum())
         return {"accuracy": float(own.iloc[-1]), **last, "best": float(own.max()), **totals, "seconds": seconds}
@@ -194,9 +199,9 @@ def _round(method, fed, state, rounds, scored):
     columns = {}
     if scored:
         start = time.perf_counter()
-        columns, mean, pooled = _score(fed, result.held, result.ids, "after")
+        columns, means = _score(fed, result.held, result.ids, "after")
         scoring += time.perf_counter() - start
-        row |= {"after": mean, "after_pooled": pooled}
+        row |= means
     columns |= {"bytes_down": result.bytes_down, "bytes_up": result.bytes_up, "flops": result.flops()}
     by_client = {entry["client"]: entry for entry in of_clients}
     for j, i in enumerate(result.ids.tolist()):
@@ -212,19 +217,23 @@ def _round(method, fed, state, rounds, scored):
 def _before(method, fed, state, rounds):
     """All clients' models on receiving the next message, scored: (columns for rounds, rows for clients)."""
     everyone = np.arange(fed.num_clients)
-    columns, mean, pooled = _score(fed, fed.deployed(method, state, rounds), everyone, "before")
+    columns, means = _score(fed, fed.deployed(method, state, rounds), everyone, "before")
     of_clients = [
         _client(fed, state.round + 1, i) | {name: values[i].item() for name, values in columns.items()}
         for i in everyone.tolist()
     ]
-    return {"before": mean, "before_pooled": pooled}, of_clients
+    return means, of_clients
 
 
 def _score(fed, held, ids, point):
-    """({point: accuracies [C], point_loss: losses [C]}, mean over clients, accuracy over all their samples)."""
-    correct, loss = fed.score(held, ids)
-    n = np.array([len(fed.test[i][1]) for i in ids])
-    return {point: correct / n, f"{point}_loss": loss}, float((correct / n).mean()), float(correct.sum() / n.sum())
+    """(accuracies and losses [C], their means over clients and the accuracy over all samples), by column."""
+    columns, means, n = {}, {}, np.array([len(fed.test[i][1]) for i in ids])
+    for suffix, models_of_kind in fed.kinds(held).items():
+        correct, loss = fed.score(models_of_kind, ids)
+        name = point + suffix
+        columns |= {name: correct / n, f"{name}_loss": loss}
+        means |= {name: float((correct / n).mean()), f"{name}_pooled": float(correct.sum() / n.sum())}
+    return columns, means
 
 
 def _client(fed, t, i):

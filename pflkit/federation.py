@@ -13,6 +13,8 @@ from pflkit.models import Model
 from pflkit.streams import rng
 from pflkit.training import Clients, Engine, Training, evaluate, one_thread
 
+KINDS = {"personal": "", "global": "_global"}  # of models where a method has both, and how their scores are named
+
 
 @dataclass
 class State:
@@ -27,7 +29,8 @@ class State:
 class Round:
     """What one round did: the `ids` of its clients, in order, what passed, and the models they hold after training.
 
-    bytes_down, bytes_up: of each client, in the order of `ids`: [C]. calls: the Clients of each call of `local`.
+    bytes_down, bytes_up: of each client, in the order of `ids`: [C]. calls: the Clients of each call of `local`. held:
+    where the method has both, as Ditto, {"personal": models, "global": models}.
     """
 
     ids: np.ndarray
@@ -183,6 +186,13 @@ class Federation:
         """The groups' trees of a whole."""
         return whole if len(self.groups) > 1 else (whole,)
 
+    def kinds(self, held):
+        """{"": held models, or the personal ones where there are both; "_global": then the global ones}."""
+        parts = self.parts(held)
+        if not isinstance(parts[0], dict) or parts[0].keys() != KINDS.keys():
+            return {"": held}
+        return {suffix: self.whole([part[kind] for part in parts]) for kind, suffix in KINDS.items()}
+
     def clients(self, ids, round, rounds):
         """The clients `ids` of one group with their training data, for one call of a method."""
         groups = {g for g, _, _ in self.by_group(ids)}
@@ -263,7 +273,9 @@ class Federation:
 
     @one_thread()
     def deployed(self, method, state, rounds):
-        """The models [N, ...] that all clients would use on receiving the next message, before training on it."""
+        """The models [N, ...] that all clients would use on receiving the next message, before training on it; or, as
+        in Round.held, both kinds.
+        """
         everyone, models = np.arange(self.num_clients), []
         message, kept = self._send(method, state, everyone), self.parts(state.kept)
         for g, at, rows in self.by_group(everyone):

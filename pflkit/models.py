@@ -148,6 +148,10 @@ class Model:
         """Logits [B, classes] of inputs `x`; `params` = (extractor, head)."""
         return self.classify(params[1], self.extract(params[0], x))
 
+    def is_buffer(self, name):
+        """Whether the leaf `name` of a tree (see trees.named_leaves) is a buffer, which is not trained."""
+        return name.rsplit("/")[-1] in self.buffers
+
     def init(self):
         """The model's initial parameters (extractor, head)."""
         return self.extractor.state(), self.head.state()

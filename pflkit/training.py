@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pflkit import trees
 from pflkit.checks import boolean, choice, integer, real
-from pflkit.descent import Descent, all_at_once, one_by_one, own_copy
+from pflkit.descent import Descent, all_at_once, one_by_one, own_copy, slope
 from pflkit.messages import Rows
 from pflkit.models import Model, as_trained
 from pflkit.streams import GLOBAL, rng, torch_seed
@@ -107,8 +107,8 @@ class Clients:
     """The sampled clients as a method's `local` sees them: their own data, and nothing of the server or of others.
 
     ids [C] client numbers; n [C] numbers of training samples, class_counts [C, K]; round, rounds (counted from 1);
-    model. `sgd`, `through`, `class_mean` and `part` are what methods are made of. `log` collects mean losses [C] by
-    phase.
+    model. `sgd` and `steps` train; `mean`, `gradient` and `class_mean` are over local data; `through`, `part` and
+    `split` give the same clients with other inputs or fewer samples. `log` collects mean losses [C] by phase.
     """
 
     def __init__(self, model, data, ids, round, rounds, training, seed, engine, flop_cache):
@@ -117,12 +117,15 @@ class Clients:
         self.n = np.array([len(y) for _, y in data])
         self.log, self._work = {}, []
 
-    def sgd(self, loss, params, *fixed, phase="train", pull=None, project=None, epochs=None, until=None, **rule):
+    def sgd(
+        self, loss, params, *fixed, phase="train", log=None, pull=None, project=None, epochs=None, until=None, **rule
+    ):
         """Each client's SGD on its own data, from `params` [C, ...]; returns the trained tree, with memory of its own.
 
         loss(model, params, batch, *fixed) is of ONE client: trees without the client axis and batch = (x [B, ...],
         y [B]); it returns a scalar, or (scalar, {name: scalar}) whose values are recorded too. `phase` names the random
-        stream of the batches. `rule` overrides fields of Training: lr, momentum, ...
+        stream of the batches, and the losses in the log, unless `log` does. `rule` overrides fields of Training: lr,
+        momentum, ...; where params is a tuple, lr may be one of as many rates.
 
         fixed: trees [C, ...] that stand still, and numbers. epochs: one number, or a list of one a client. until: a
         function of a client's mean losses of its epochs so far; where it is true, the client's training ends. pull:
@@ -131,49 +134,72 @@ class Clients:
 
         Raises FloatingPointError, naming round, client and phase, where a loss or parameter is not finite.
         """
+        rates = rule.pop("lr") if isinstance(rule.get("lr"), tuple) else None
+        if until is not None and not callable(until):
+            raise ValueError(f"until={until!r}: must be a function of a list of losses")
+        descent = self._descent(params, fixed, phase, epochs, rule, loss=loss, project=project, until=until)
+        if rates is not None:
+            descent.rates = self._check_rates(descent, rates)
+        if pull is not None:
+            descent.pull = self._check_pull(params, *pull)
+        return self._run(descent, phase, log, functools.partial(_two_samples, descent), (loss, *descent.trained))
+
+    def steps(self, step, state, *fixed, draws=1, phase="train", epochs=None, **rule):
+        """Each client's steps of another kind than SGD, from `state` [C, ...]: state <- step(...) for each batch.
+
+        step(model, state, batches, *fixed) is of ONE client, and pure: it returns the new state, a tree like `state`,
+        and a loss to record (or that and named extras), and changes nothing. batches: `draws` of them, independent and
+        of one size, each (x [B, ...], y [B]). `descent.slope` gives gradients. fixed, phase, epochs as for `sgd`; of
+        the `rule` only batch_size and drop_last matter, the step has its own rates.
+        """
+        integer("draws", draws, 1)
+        descent = self._descent(state, fixed, phase, epochs, rule, loss=None, step=step, draws=draws)
+        return self._run(descent, phase, None, functools.partial(_two_samples, descent), (step, draws))
+
+    def _descent(self, params, fixed, phase, epochs, rule, **more):
+        """A Descent of these clients, its values checked."""
         rule = replace(self.training, **rule)
         epochs = epochs if isinstance(epochs, list) else [rule.epochs if epochs is None else epochs] * len(self.n)
         if len(epochs) != len(self.n):
             raise ValueError(f"epochs={epochs}: must be one number, or a list of one for each of {len(self.n)} clients")
         for number in epochs:
             integer("epochs", number, 0)
-        if until is not None and not callable(until):
-            raise ValueError(f"until={until!r}: must be a function of a list of losses")
         self._check_rows("params", params)
         for f in fixed:
             self._check_rows("fixed", f if not isinstance(f, numbers.Real) else ())
-        pull = pull and self._check_pull(params, *pull)
-        trained = [leaf.is_floating_point() and not self._is_buffer(name) for name, leaf in trees.named_leaves(params)]
-        if not any(trained) or not any(epochs):
-            return trees.clone(params)
-        descent = Descent(
-            **dict(model=self.model, loss=loss, params=params, fixed=fixed, data=self.data, epochs=epochs, rule=rule),
-            **dict(order=functools.partial(self._order, phase), trained=trained, project=project, until=until),
-            pull=pull,
-            # one sample has no variance for batch-norm to divide by
-            skip_singles=self.model.batch_norm and any(self._is_buffer(name) for name, _ in trees.named_leaves(params)),
-        )
+        named = trees.named_leaves(params)
+        trained = [leaf.is_floating_point() and not self.model.is_buffer(name) for name, leaf in named]
+        # One sample has no variance for batch-norm to divide by.
+        skip_singles = self.model.batch_norm and any(self.model.is_buffer(name) for name, _ in named)
+        order = functools.partial(self._order, phase)
+        about = {"fixed": fixed, "data": self.data, "order": order, "epochs": epochs, "trained": trained, "rule": rule}
+        return Descent(model=self.model, params=params, skip_singles=skip_singles, **about, **more)
+
+    def _run(self, descent, phase, log, two_samples, kind):
+        """The trained tree of a Descent; its losses and FLOPs are recorded."""
+        if not any(descent.trained) or not any(descent.epochs):
+            return trees.clone(descent.params)
         out, seen, samples, skipped = self._descend(descent, phase)
         if skipped.any():
             self.log["skipped"] = self.log.get("skipped", 0) + skipped
-        self._count((loss, tuple(trained)), functools.partial(_two_samples, descent), samples)
-        self._record(phase, seen, out)
+        self._count(kind, two_samples, samples)
+        self._record(log or phase, seen, out)
         return out
 
     def _descend(self, descent, phase):
         """The descent by the engine that suits it: (trained tree, mean values, samples, skipped batches)."""
-        features = isinstance(self.data, _Later)
+        what, features = descent.step or descent.loss, isinstance(self.data, _Later)
         if features and self.engine.may_stack():
             self.engine.each(self.data.__getitem__, self.n)
         vectors = features and self.data.complete() and self.data[0][0].ndim == 2
-        if self.engine.stacks(descent.loss, sum(t[0].numel() for t in descent.moving(descent.params)), vectors):
+        if self.engine.stacks(what, sum(t[0].numel() for t in descent.moving(descent.params)), vectors):
             try:
-                given = all_at_once(replace(descent, data=list(self.data)), descent.loss not in self.engine.checked)
-                self.engine.checked.add(descent.loss)
+                given = all_at_once(replace(descent, data=list(self.data)), what not in self.engine.checked)
+                self.engine.checked.add(what)
                 return given
             except Exception as error:  # whatever torch.vmap refuses; an error of the loss itself comes again below
-                self.engine.refused.add(descent.loss)
-                name = getattr(descent.loss, "__name__", descent.loss)
+                self.engine.refused.add(what)
+                name = getattr(what, "__name__", what)
                 first_line = str(error).strip().partition("\n")[0]
                 warnings.warn(
                     f"{name} on {self.model.name!r} cannot be stacked, so clients train one by one: {first_line}",
@@ -189,6 +215,15 @@ class Clients:
             if not torch.is_tensor(leaf) or leaf.shape[:1] != (len(self.n),):
                 found = list(leaf.shape) if torch.is_tensor(leaf) else type(leaf).__name__
                 raise ValueError(f"{what}, {name!r}, is {found}, must be [{len(self.n)}, ...]: a row for each client")
+
+    def _check_rates(self, descent, rates):
+        """The rate of each trained leaf, of rates for the parts of a tuple."""
+        if not isinstance(descent.params, tuple) or len(rates) != len(descent.params):
+            raise ValueError(f"lr={rates}: must be one number, or one for each part of a tuple of params")
+        rates = [real("lr", rate, 0) for rate in rates]
+        pairs = zip(descent.params, rates, strict=True)
+        of_parts = tuple(trees.like(part, [rate] * len(trees.leaves(part))) for part, rate in pairs)
+        return descent.moving(of_parts)
 
     def _check_pull(self, params, anchor, mu):
         """(anchor, mu), the anchor's parts in the order of those of `params`, to which they belong by name."""
@@ -207,14 +242,89 @@ class Clients:
     def part(self, share, name):
         """The same clients with a random `share` of their samples, at least one, drawn anew each round."""
         real("share", share, above=0, high=1)
+        orders = [self._shuffled(i, "part", self.round, name) for i in range(len(self.n))]
+        return self._only([order[: max(1, round(share * len(order)))] for order in orders])
+
+    def split(self, share, name):
+        """The same clients twice: with a random `share` of their samples and with the rest, the same in every round.
+
+        Each has one sample at least; who has a single one gets it twice.
+        """
+        real("share", share, 0, 1)
+        orders = [self._shuffled(i, "split", name) for i in range(len(self.n))]
+        cuts = [min(max(1, round(share * n)), n - 1) for n in self.n.tolist()]
+        firsts = [order[:cut] if cut else order for order, cut in zip(orders, cuts, strict=True)]
+        return self._only(firsts), self._only([order[cut:] for order, cut in zip(orders, cuts, strict=True)])
+
+    def _shuffled(self, i, what, *names):
+        return rng(self.seed, what, *names[:-1], int(self.ids[i]), names[-1]).permutation(self.n[i])
+
+    def _only(self, rows):
+        """The same clients with these rows [n] of their samples only."""
         some = copy.copy(self)  # shallow: the log, and the work counted, stay common to both
         some.data = []
-        for (x, y), i in zip(self.data, self.ids, strict=True):
-            order = rng(self.seed, "part", self.round, int(i), name).permutation(len(y))
-            rows = torch.from_numpy(np.sort(order[: max(1, round(share * len(y)))])).to(y.device)
-            some.data.append((x[rows], y[rows]))
+        for (x, y), own in zip(self.data, rows, strict=True):
+            own = torch.from_numpy(np.sort(own)).to(y.device)
+            some.data.append((x[own], y[own]))
         some.n = np.array([len(y) for _, y in some.data])
         return some
+
+    def mean(self, loss, params, *fixed):
+        """The mean of `loss`, one as for `sgd`, over each client's local samples, in evaluation mode: float64 [C]."""
+        descent = self._descent(params, fixed, "mean", None, {}, loss=loss)
+        means = torch.zeros(len(self.n), dtype=torch.float64)
+
+        @torch.no_grad()
+        def client(i):
+            own, still = own_copy(trees.row(params, i), self.model.plain), descent.still(lambda f: trees.row(f, i))
+            for batch in self._pieces(i):
+                value = loss(self.model, own, batch, *still)
+                means[i] += float(value[0] if isinstance(value, tuple) else value) * len(batch[1]) / self.n[i]
+
+        def two_samples():
+            with torch.no_grad():
+                loss(self.model, trees.row(params, 0), self._two(), *descent.still(lambda f: trees.row(f, 0)))
+
+        self.engine.each(client, self.n)
+        self._count((loss, "mean"), two_samples, self.n)
+        return means
+
+    def gradient(self, loss, params, *fixed):
+        """The gradient of the mean of `loss` over all local samples, and `params` with its batch-norm statistics.
+
+        Both are trees like `params` [C, ...], the gradient 0 for buffers. A loss as for `descent.slope`.
+        """
+        descent = self._descent(params, fixed, "gradient", None, {}, loss=loss)
+        gradient, after = trees.full_like(params, 0), trees.clone(params)
+
+        def client(i):
+            own, still = own_copy(trees.row(params, i), self.model.plain), descent.still(lambda f: trees.row(f, i))
+            for batch in self._pieces(i):
+                if descent.skip_singles and len(batch[1]) == 1:
+                    continue
+                found, own = slope(self.model, loss, own, batch, *still)
+                for total, g, moves in zip(trees.leaves(gradient), trees.leaves(found), descent.trained, strict=True):
+                    if moves:
+                        total[i] += g * (len(batch[1]) / self.n[i])
+            trees.put(after, [i], trees.tree_map(lambda t: t[None], own))
+
+        def two_samples():
+            one = trees.row(params, 0)
+            slope(self.model, loss, one, self._two(), *descent.still(lambda f: trees.row(f, 0)))
+
+        self.engine.each(client, self.n)
+        self._count((loss, "gradient"), two_samples, self.n)
+        return gradient, after
+
+    def _pieces(self, i):
+        """Client i's samples as (x, y) of up to ROWS, of nearly equal size."""
+        x, y = self.data[i]
+        pieces = -(-len(y) // ROWS)
+        return zip(x.tensor_split(pieces), y.tensor_split(pieces), strict=True)
+
+    def _two(self):
+        x, y = self.data[0]
+        return x[[0, -1]], y[[0, -1]]  # also where there is one sample only
 
     def through(self, extractor):
         """The same clients with features [n, r] for inputs, computed once by the frozen `extractor` [C, ...].
@@ -269,12 +379,10 @@ class Clients:
             flops += self._flop_cache[kind] * samples
         return flops
 
-    def _is_buffer(self, name):
-        return name.rsplit("/")[-1] in self.model.buffers
-
-    def _order(self, phase, i, epoch):
-        """The order in which client i goes through its samples in one epoch."""
-        return rng(self.seed, "batches", self.round, int(self.ids[i]), phase, epoch).permutation(len(self.data[i][1]))
+    def _order(self, phase, i, epoch, draw):
+        """The order in which client i goes through its samples in one epoch; several draws are independent."""
+        names = "batches", self.round, int(self.ids[i]), phase, epoch
+        return rng(self.seed, *names, *([draw] if draw else [])).permutation(len(self.data[i][1]))
 
     @contextlib.contextmanager
     def _dropout(self, i, phase):
@@ -340,12 +448,16 @@ def evaluate(model, params, data, engine):
 
 @torch.enable_grad()
 def _two_samples(d):
-    """The first client's gradient in a Descent on two samples, for the FLOP counter."""
+    """The first client's step in a Descent on two samples, for the FLOP counter."""
     x, y = d.data[0]
-    own = as_trained(trees.clone(trees.row(d.params, 0)))
-    moving = [leaf.requires_grad_() for leaf in d.moving(own)]
     rows = [0, -1]  # also where there is one sample only
-    value = d.loss(d.model, own, (x[rows], y[rows]), *d.still(lambda f: trees.row(f, 0)))
+    batch, own = (x[rows], y[rows]), as_trained(trees.clone(trees.row(d.params, 0)))
+    still = d.still(lambda f: trees.row(f, 0))
+    if d.step is not None:
+        d.step(d.model, own, (batch,) * d.draws, *still)
+        return
+    moving = [leaf.requires_grad_() for leaf in d.moving(own)]
+    value = d.loss(d.model, own, batch, *still)
     torch.autograd.grad(value[0] if isinstance(value, tuple) else value, moving, allow_unused=True)
 
 

@@ -99,6 +99,14 @@ def lerp(start, end, weight):
     return tree_map(lambda a, b, w: torch.lerp(a, b, w) if a.is_floating_point() else b.clone(), start, end, weight)
 
 
+def add(tree, other, alpha=1.0):
+    """tree + alpha · other, element by element; integer leaves (batch-norm's counters) stay as they are.
+
+    other: a tree of the same structure; alpha: a number.
+    """
+    return tree_map(lambda a, b: a.add(b, alpha=alpha) if a.is_floating_point() else a.clone(), tree, other)
+
+
 def average(tree, weights):
     """The weighted mean over the client axis: leaves [C, ...] -> [...].
 

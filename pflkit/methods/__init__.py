@@ -10,6 +10,8 @@ What a method has. C clients are sampled; every leaf of a tree of theirs is [C, 
     merge(server, ids, message, upload, n)    the new server's tree; n [C], a numpy array of training samples
     deploy(clients, kept, message)    the model (extractor, head) [C, ...] before training
 
+The model that `local` and `deploy` give may be two, {"personal": a model, "global": a model}, where a method has both.
+
 and only where a paper needs them
 
     watch(server, kept)               {name: tree}: values whose distribution is recorded each round
@@ -19,7 +21,7 @@ and only where a paper needs them
                          each, and all uploads have one structure
 
 What `clients` offers to `local` and `deploy` (see pflkit.training.Clients): ids, n, class_counts, round, rounds, model;
-sgd, through, class_mean, part.
+sgd, and steps of other kinds (with descent.slope); mean, gradient and class_mean of local data; through, part, split.
 """
 
 import dataclasses
