@@ -1,4 +1,4 @@
-"""Are results on a GPU those of the CPU, and how long does a round take there? Writes gpu.csv into a folder.
+"""Are results on a GPU those of the CPU, and how long does a round take there, by each engine? Writes gpu.csv.
 
     python tests/gpu/check.py OUT [DEVICE]        DEVICE: cuda, or cpu to try the script where there is no GPU
 
@@ -21,16 +21,21 @@ from pflkit.federation import Federation
 from pflkit.methods import METHODS, make
 from pflkit.training import Training
 
+TIMED = ("fedavg", "fedrep", "fedah", "fedgh", "fedapa")  # 15 minutes are lent in all
 
-def difference(method, device, names=("cnn-small",)):
-    """The largest difference between CPU and `device` in all that is kept after two rounds on digits, in float64."""
+
+def difference(method, device, engine, names=("cnn-small",)):
+    """The largest difference between a loop on the CPU and `engine` on `device` in all that is kept after two rounds on
+    digits, in float64.
+    """
     digits = data.load("digits")
     split = partition.dirichlet(digits.y, 10, beta=0.1)
     model = [models.build(name, digits.shape, 10) for name in names]
     states = []
-    for where in ("cpu", device):
+    for where, how in (("cpu", "loop"), (device, engine)):
         rule = Training(lr=0.05, momentum=0.9, weight_decay=1e-3)
-        fed = Federation(digits, split, model, training=rule, join_ratio=0.5, device=where, dtype=torch.float64)
+        options = {"join_ratio": 0.5, "device": where, "dtype": torch.float64, "engine": how}
+        fed = Federation(digits, split, model, training=rule, **options)
         state = fed.start(make(method))
         for _ in range(2):
             fed.play(make(method), state, 2)
@@ -38,12 +43,13 @@ def difference(method, device, names=("cnn-small",)):
     return trees.unequal(*states)
 
 
-def seconds(method, device):
+def seconds(method, device, engine):
     """The median of three rounds of 20 clients with 300 training samples each, the 4-layer CNN, batches of 10."""
     draw = np.random.default_rng(0)
     x = torch.from_numpy(draw.uniform(-1, 1, (8000, 1, 28, 28)).astype(np.float32))
     made_up = data.Dataset("made up", x, draw.integers(0, 10, 8000), tuple(range(10)))
-    fed = Federation(made_up, partition.iid(made_up.y, 20), models.build("cnn", (1, 28, 28), 10), device=device)
+    model = models.build("cnn", (1, 28, 28), 10)
+    fed = Federation(made_up, partition.iid(made_up.y, 20), model, device=device, engine=engine)
     state, times = fed.start(make(method)), []
     for _ in range(4):
         start = time.perf_counter()
@@ -57,13 +63,16 @@ def seconds(method, device):
 if __name__ == "__main__":
     out, device = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "cuda"
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    about = {"device": name, "torch": torch.__version__}
     rows = [
-        {"method": m, "device": name, "torch": torch.__version__, "difference": difference(m, device)}
-        | {"seconds a round": seconds(m, device)}
+        {"method": m, "engine": engine, **about, "difference": difference(m, device, engine)}
+        | ({"seconds a round": seconds(m, device, engine)} if m in TIMED else {})
         for m in METHODS
+        for engine in ("loop", "stacked", "auto")
     ]
-    mixed = {"method": "fedgh, mixed models", "device": name, "torch": torch.__version__}
-    rows.append(mixed | {"difference": difference("fedgh", device, ("mlp", "cnn-small", "mlp-1"))})
+    for engine in ("loop", "stacked"):
+        gap = difference("fedgh", device, engine, ("mlp", "cnn-small", "mlp-1"))
+        rows.append({"method": "fedgh, mixed models", "engine": engine, **about, "difference": gap})
     table = pd.DataFrame(rows)
     print(table.to_string())
     table.to_csv(out / "gpu.csv", index=False)
