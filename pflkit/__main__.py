@@ -1,4 +1,4 @@
-"""The command line: python -m pflkit [run | bench | list | data] ..."""
+"""The command line: python -m pflkit [run | evidence | bench | list | data] ..."""
 
 import re
 import sys
@@ -94,6 +94,34 @@ def run_bench(full, out):
         refuse(error)
 
 
+@main.command("evidence")
+@click.argument("names", nargs=-1, metavar="[SET]...")
+@click.option("--scale", default="reduced", show_default=True, help="reduced (hours on two cores) or paper (GPU).")
+@click.option("--folder", default="figures/evidence", show_default=True, help="Where results are recorded.")
+@click.option("--jobs", default=-1, show_default=True, help="Experiments at once; -1: one a core.")
+@click.option("--data-root", help="Folder of the data sets.  [$PFLKIT_DATA, else a folder of the user's cache]")
+def run_evidence(names, scale, folder, jobs, data_root):
+    """Runs what is missing of the papers' experiments whose names start with SET; without SET, lists them all."""
+    from pflkit import protocols
+    from pflkit.evidence import collect, load
+
+    try:
+        sets = protocols.fedah(scale)
+        if not names:
+            for name, group in sets.items():
+                there = sum(map(len, load(f"{folder}/{name}").values()))
+                click.echo(f"{name:<36} {there} of {len(group)}")
+            return
+        for name in names:
+            if not any(known.startswith(name) for known in sets):
+                raise ValueError(f"{name}: starts the name of no set; `python -m pflkit evidence` lists them")
+        chosen = {name: sets[name] for start in names for name in sets if name.startswith(start)}
+        failed = collect(chosen, folder, jobs=jobs, data_root=data_root, say=click.echo)
+    except (ValueError, OSError) as error:
+        refuse(error)
+    sys.exit(1 if failed else 0)
+
+
 @main.command()
 @click.argument("method")
 @click.option(
@@ -110,6 +138,7 @@ def run_bench(full, out):
 )
 @click.option("--beta", type=float, help="Dirichlet concentration.  [0.1]")
 @click.option("--classes", type=int, help="Classes per client of the pathological partitions.  [2]")
+@click.option("--samples", type=int, help="Train and test on so many of the data.  [all]")
 @click.option("--clients", default=20, show_default=True)
 @click.option("--join-ratio", default="1", show_default=True, metavar="J|J:J", help="A ratio, or a range drawn from.")
 @click.option("--rounds", default=10, show_default=True, help="The papers: 2000.")

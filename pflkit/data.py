@@ -14,7 +14,7 @@ import math
 import os
 import zipfile
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ import torch
 
 from pflkit import checks, text
 from pflkit.download import fetch, from_mirror
+from pflkit.streams import rng
 
 MNIST_SIZES = {"train": 60_000, "t10k": 10_000}  # images in the two parts of MNIST and its look-alikes
 
@@ -47,6 +48,13 @@ class Dataset:
     @property
     def num_classes(self):
         return len(self.classes)
+
+    def some(self, samples, seed=0):
+        """A data set of so many of these samples, drawn at random, with all classes of this one."""
+        rows = rng(checks.integer("seed", seed, 0), "some").permutation(len(self.y))
+        rows = np.sort(rows[: checks.integer("samples", samples, 1, len(self.y))])
+        settings = self.settings | {"samples": samples}
+        return replace(self, x=self.x[torch.from_numpy(rows)], y=self.y[rows], settings=settings)
 
     @property
     def fingerprint(self):
@@ -132,18 +140,29 @@ def _cifar10(root, download):
     """60,000 colour images 32 x 32 in 10 classes."""
     from torchvision.datasets import CIFAR10
 
-    from pflkit.images import cifar
-
-    return cifar(CIFAR10, root, download)
+    return _cifar("cifar10", CIFAR10, root, download)
 
 
 def _cifar100(root, download):
     """60,000 colour images 32 x 32 in 100 classes, the fine ones."""
     from torchvision.datasets import CIFAR100
 
-    from pflkit.images import cifar
+    return _cifar("cifar100", CIFAR100, root, download)
 
-    return cifar(CIFAR100, root, download)
+
+def _cifar(name, source, root, download):
+    """CIFAR from its official files; or, where their folder is missing, from images converted to <name>.npz."""
+    from pflkit.images import CIFAR_SIZES, cifar
+
+    converted = data_root(root) / f"{name}.npz"
+    if (converted.parent / source.base_folder).exists() or not converted.is_file():
+        return cifar(source, root, download)
+    x, y, classes = _npz(converted)
+    fits = x.shape[1:] == (3, 32, 32) and len(classes) == int(name.removeprefix("cifar"))
+    _need(fits, f"{converted}: must hold images 32 x 32 x 3 of all classes of {name}, not {len(classes)} of {x.shape}")
+    if len(y) != (official := sum(CIFAR_SIZES)):
+        print(f"{converted} holds {len(y):,} images, officially {official:,}", flush=True)
+    return x, y, classes
 
 
 def _tiny_imagenet(root, download):

@@ -144,13 +144,15 @@ def experiment(
     data_root=None,
     length=None,
     ngrams=None,
+    samples=None,
     **options,
 ):
     """One experiment from plain values, as the command line and `sweep` give them; returns its History.
 
     model and lr are by default the data set's and the model's; a model "mlp-1+mlp-2" stands for clients that have one
     or the other, in turn; beta belongs to the Dirichlet partition, classes to the pathological ones, length and ngrams
-    to AG News (see `text.ag_news`); settings are the method's own. Other `options` (out, eval_every, fresh,
+    to AG News (see `text.ag_news`); samples: only so many of the data, drawn anew for each seed; settings are the
+    method's own. Other `options` (out, eval_every, fresh,
     progress) are those of `run`. Of the defaults, those of clients, join ratio, batches, epochs and beta are the FedAH
     paper's; the rest ours.
     """
@@ -168,8 +170,12 @@ def experiment(
     training.Engine(engine)
     integer("rounds", rounds, 1)
     integer("seed", seed, 0)
+    if samples is not None:
+        integer("samples", samples, 1)
     given = {key: value for key, value in (("length", length), ("ngrams", ngrams)) if value is not None}
     loaded = data.load(dataset, root=data_root, **given)
+    if samples is not None:
+        loaded = loaded.some(samples, seed)
     names = (model or DEFAULT_MODEL.get(dataset) or ("cnn" if _fits_cnn(loaded.shape) else "mlp")).split("+")
     about = loaded.shape, loaded.num_classes
     nets = [models.build(name, *about, vocabulary=loaded.vocabulary, seed=seed) for name in names]

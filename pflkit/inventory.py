@@ -30,9 +30,11 @@ def _tried(read, *what):
         return None
 
 
-def _cifar(source):
+def _cifar(source, name):
     def found(root):
         folder, missing, corrupt = images.cifar_files(source, root)
+        if not folder.exists() and (converted := data_root(root) / f"{name}.npz").is_file():
+            return f"converted images, not read here, in {converted}"
         return _say(folder, missing, corrupt, sum(images.CIFAR_SIZES))
 
     return found
@@ -84,8 +86,8 @@ FOUND = {  # name: function (root) -> what is there; the names are those of data
     "digits": lambda root: "complete, 1,797 images, installed with scikit-learn",
     "fashion-mnist": _idx(datasets.FashionMNIST),
     "mnist": _idx(datasets.MNIST),
-    "cifar10": _cifar(datasets.CIFAR10),
-    "cifar100": _cifar(datasets.CIFAR100),
+    "cifar10": _cifar(datasets.CIFAR10, "cifar10"),
+    "cifar100": _cifar(datasets.CIFAR100, "cifar100"),
     "tiny-imagenet": _tiny_imagenet,
     "agnews": _agnews,
 }

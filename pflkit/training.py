@@ -83,6 +83,11 @@ class Engine:
                 warnings.warn(f"model={model.name!r}: has dropout, so its clients train in a loop", stacklevel=2)
             self.name = self.wanted = "loop"
 
+    @property
+    def kind(self):
+        """What the rounding of results depends on."""
+        return "stacked" if self.may_stack() else self.name
+
     def may_stack(self):
         """Whether any training is stacked."""
         return self.wanted == "stacked" or (self.wanted == "auto" and self.width >= self.WIDTH)

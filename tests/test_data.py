@@ -857,3 +857,33 @@ def test_npz_that_is_none(npz, tmp_path, monkeypatch, write):
 def test_npz_that_does_not_exist(tmp_path):
     with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "none.npz"))):
         load(tmp_path / "none.npz")
+
+
+# --- a part of a data set, and CIFAR converted ------------------------------------------------------------------------
+
+
+def test_some_samples_of_a_data_set():
+    digits = load("digits")
+    some = digits.some(100, seed=3)
+    assert len(some.y) == len(some.x) == 100 and some.classes == digits.classes and some.settings == {"samples": 100}
+    rows = [int((digits.x == x).flatten(1).all(1).nonzero()[0]) for x in some.x]  # no two digits are the same image
+    assert rows == sorted(set(rows)) and digits.y[rows].tolist() == some.y.tolist()
+    assert some.fingerprint == digits.some(100, seed=3).fingerprint != digits.some(100, seed=4).fingerprint
+    assert digits.some(1797).fingerprint == digits.fingerprint
+    for samples in (0, 1798, 2.5):
+        assert "samples=" in message(ValueError, digits.some, samples)
+
+
+def test_cifar_from_a_converted_file(tmp_path, no_requests, capsys):
+    """It stands in for the official folder where that is missing, and says how much it holds."""
+    pixels = np.random.default_rng(0).integers(0, 256, (100, 32, 32, 3), dtype=np.uint8)
+    np.savez(tmp_path / "cifar100.npz", x=pixels, y=np.arange(100)[::-1])
+    loaded = load("cifar100", root=tmp_path)
+    assert loaded.name == "cifar100" and torch.equal(loaded.x, data.images(pixels, 255))
+    assert loaded.y.tolist() == list(range(100))[::-1]
+    assert "holds 100 images, officially 60,000" in capsys.readouterr().out
+    assert "converted" in inventory.FOUND["cifar100"](tmp_path)
+    np.savez(tmp_path / "cifar10.npz", x=pixels, y=np.arange(100))
+    assert "cifar10.npz: must hold images" in message(ValueError, load, "cifar10", root=tmp_path)
+    (tmp_path / "cifar-100-python").mkdir()
+    assert "lacks" in message(FileNotFoundError, load, "cifar100", root=tmp_path, download=False)

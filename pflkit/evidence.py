@@ -1,0 +1,109 @@
+"""What longer runs left: small files that stay, from which tables, figures and verdicts are made.
+
+A set is one comparison: methods on the same seeds, data, model, partition and protocol. Its folder holds
+
+    runs.jsonl    a line a run: its number, the arguments of `experiment`, and the configuration that they gave
+    rounds.csv    History.rounds of every run, by its number
+    clients.csv   History.clients of the last round and of what it led to, likewise
+
+A run is told by its arguments: what is there is not run again, also if the code has changed since. Delete a folder to
+run it anew.
+"""
+
+import json
+import os
+import traceback
+from pathlib import Path
+
+import joblib
+import numpy as np
+import pandas as pd
+
+from pflkit.experiment import History, experiment
+from pflkit.methods import METHODS
+
+FOLDER = "figures/evidence"
+
+
+def collect(sets, folder=FOLDER, *, jobs=-1, data_root=None, say=print):
+    """Runs what is missing of `sets`, {name: [arguments of `experiment`]}, recorded in folder/<name>/ as it comes.
+
+    Each experiment is a process of its own with one thread; `jobs` of them run at once (-1: one a core), those of the
+    first set first. Returns the number of experiments that failed; each is told, with its traceback.
+    """
+    folder, failed = Path(folder), 0
+    todo = [(name, arguments) for name, group in sets.items() for arguments in group]
+    done = {name: [run["arguments"] for run in _runs(folder / name)] for name in sets}
+    todo = [(name, arguments) for name, arguments in todo if arguments not in done[name]]
+    say(f"{len(todo)} experiments to run, {sum(map(len, done.values()))} are there")
+    with joblib.parallel_config(backend="loky", inner_max_num_threads=1):
+        work = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered")(
+            joblib.delayed(_one)(name, arguments, data_root) for name, arguments in todo
+        )
+        for count, (name, arguments, history, error) in enumerate(work, 1):
+            if error:
+                failed += 1
+            else:
+                record(folder / name, arguments, history)
+            verdict = f"failed\n{error}" if error else f"accuracy={history.summary()['accuracy']:.4f}"
+            say(f"{count}/{len(todo)}  {name}  {label(arguments)}  seed={arguments.get('seed', 0)}  {verdict}")
+    return failed
+
+
+def record(folder, arguments, history):
+    """Adds a run to the set in `folder`."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = _runs(folder)
+    number = max((run["run"] for run in runs), default=-1) + 1
+    last = history.clients["round"] >= history.config["rounds"]
+    for name, table in (("rounds", history.rounds), ("clients", history.clients[last])):
+        path, new = folder / f"{name}.csv", table.assign(run=number)
+        old = [pd.read_csv(path)] if path.exists() else []
+        old = [o[o["run"].isin([run["run"] for run in runs])] for o in old]  # without what a cut left half recorded
+        _write(path, pd.concat([*old, new]).to_csv(index=False, float_format="%.12g"))
+    config = {k: v for k, v in history.config.items() if k != "code"}
+    config["model"] = {k: v for k, v in config["model"].items() if k not in ("modules", "attributes")}
+    lines = [json.dumps(run) for run in [*runs, {"run": number, "arguments": arguments, "config": config}]]
+    _write(folder / "runs.jsonl", "\n".join(lines) + "\n")  # last: it says which runs there are
+
+
+def load(folder):
+    """{label: [History, one a seed]} of the set in `folder`, seeds in order; {} where there is none.
+
+    The Histories have clients' rows of the last round only, no watched values, and no state.
+    """
+    folder, runs = Path(folder), _runs(folder)
+    tables = {name: pd.read_csv(folder / f"{name}.csv") for name in ("rounds", "clients")} if runs else {}
+    found = {}
+    for run in sorted(runs, key=lambda run: run["config"]["seed"]):
+        own = [table[table["run"] == run["run"]].drop(columns="run") for table in tables.values()]
+        rounds, clients = (table.dropna(axis=1, how="all").reset_index(drop=True) for table in own)
+        product = getattr(METHODS.get(run["config"]["method"]), "product", "after")
+        history = History(run["config"], product, rounds, clients, pd.DataFrame(), np.empty((0, 0)), None)
+        found.setdefault(label(run["arguments"]), []).append(history)
+    return found
+
+
+def label(arguments):
+    """The method's name, and its settings where they are not the defaults: "fedah", "fedah weight_lr=1.0"."""
+    settings = arguments.get("settings") or {}
+    return " ".join([arguments["method"], *(f"{name}={value}" for name, value in settings.items())])
+
+
+def _one(name, arguments, data_root):
+    try:
+        return name, arguments, experiment(**{"engine": "loop", "data_root": data_root, **arguments}), None
+    except Exception:
+        return name, arguments, None, traceback.format_exc()
+
+
+def _runs(folder):
+    path = Path(folder) / "runs.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _write(path, text):
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    scratch.write_text(text)
+    os.replace(scratch, path)

@@ -1,0 +1,122 @@
+"""Evidence: runs are recorded once, read back as they were, and a cut loses nothing."""
+
+import json
+
+import pandas as pd
+import pytest
+from click.testing import CliRunner
+
+from pflkit import claims, evidence, experiment, models, partition, protocols
+from pflkit.__main__ import main
+from pflkit.data import LOADERS
+from pflkit.methods import METHODS
+
+SMALL = {"dataset": "digits", "samples": 200, "clients": 4, "rounds": 2, "model": "mlp", "partition": "iid"}
+
+
+def arguments(*methods, seeds=1, **more):
+    return [{"method": m, **SMALL, **more, "seed": seed} for seed in range(seeds) for m in methods]
+
+
+@pytest.fixture
+def quiet(tmp_path):
+    """A function that collects sets in a folder, in this process, and returns (failures, what was said)."""
+
+    def run(sets):
+        said = []
+        return evidence.collect(sets, tmp_path, jobs=1, say=said.append), said
+
+    return run
+
+
+def test_what_is_read_is_what_was_run(quiet, tmp_path):
+    sets = {"a/digits": arguments("fedavg", "fedah", seeds=2)}
+    assert quiet(sets)[0] == 0
+    found = evidence.load(tmp_path / "a/digits")
+    assert list(found) == ["fedavg", "fedah"] and [len(runs) for runs in found.values()] == [2, 2]
+    for run in sets["a/digits"]:
+        read, now = found[run["method"]][run["seed"]], experiment.experiment(**{"engine": "loop", **run})
+        assert read.product == now.product and read.summary() == pytest.approx(
+            now.summary() | {"seconds": read.summary()["seconds"]}
+        )
+        steady = [c for c in now.rounds if not c.startswith("seconds")]
+        pd.testing.assert_frame_equal(read.rounds[steady], now.rounds[steady], rtol=1e-5, check_dtype=False)
+        last = now.clients[now.clients["round"] >= 2].reset_index(drop=True)
+        pd.testing.assert_frame_equal(read.clients[last.columns], last, rtol=1e-5, check_dtype=False)
+        assert read.config == {k: v for k, v in now.config.items() if k != "code"} | {"model": read.config["model"]}
+
+
+def test_runs_that_are_there_are_not_run_again(quiet, tmp_path, monkeypatch):
+    quiet({"a": arguments("fedavg")})
+    before = (tmp_path / "a" / "rounds.csv").read_text()
+    monkeypatch.setattr(evidence, "experiment", lambda **_: pytest.fail("was run again"))
+    assert quiet({"a": arguments("fedavg")}) == (0, ["0 experiments to run, 1 are there"])
+    assert (tmp_path / "a" / "rounds.csv").read_text() == before
+
+
+def test_one_that_fails_loses_no_other(quiet, tmp_path):
+    failed, said = quiet({"a": [*arguments("fedavg", clients=10_000), *arguments("local")]})
+    assert failed == 1 and list(evidence.load(tmp_path / "a")) == ["local"]
+    assert "clients=10000" in said[1]
+
+
+def test_what_a_cut_left_half_recorded_is_forgotten(quiet, tmp_path):
+    """Killed between the tables and runs.jsonl: the run is run again, and its first rows are not left twice."""
+    quiet({"a": arguments("fedavg", "local")})
+    runs = tmp_path / "a" / "runs.jsonl"
+    runs.write_text(runs.read_text().splitlines()[0] + "\n")
+    assert quiet({"a": arguments("fedavg", "local")})[0] == 0
+    table = pd.read_csv(tmp_path / "a" / "rounds.csv")
+    assert table.groupby("run")["round"].apply(list).tolist() == [[1, 2, 3]] * 2
+    assert [json.loads(line)["run"] for line in runs.read_text().splitlines()] == [0, 1]
+
+
+def test_settings_are_part_of_the_label(quiet, tmp_path):
+    quiet({"a": arguments("fedah") + arguments("fedah", settings={"weight_lr": 1.0})})
+    assert list(evidence.load(tmp_path / "a")) == ["fedah", "fedah weight_lr=1.0"]
+
+
+def test_claims_take_what_is_read(quiet, tmp_path):
+    quiet({"a": arguments("fedper", "fedrep", "fedavg", seeds=3)})
+    verdict = claims.check("AH12", evidence.load(tmp_path / "a"))
+    assert verdict.numbers and verdict.numbers[0].holds
+
+
+def test_no_evidence(tmp_path):
+    assert evidence.load(tmp_path / "nothing") == {}
+
+
+@pytest.mark.parametrize("scale", protocols.SCALES)
+def test_protocols_name_what_there_is(scale):
+    sets = protocols.fedah(scale)
+    assert {name.partition("/")[0] for name in sets} == {"table1", "table2", "table4", "table5"}
+    for group in sets.values():
+        assert len({run["seed"] for run in group}) == (5 if scale == "paper" else 3)
+        for run in group:
+            assert run["dataset"] in LOADERS and run["partition"] in partition.SCHEMES
+            assert run.get("model", "cnn") in models.MODELS
+            assert run["method"] in protocols.FEDAH
+    assert METHODS.keys() & set(protocols.FEDAH)
+
+
+def test_the_papers_scale_is_the_papers():
+    for name, group in protocols.fedah("paper").items():
+        for run in group:
+            assert "samples" not in run and "lr" not in run  # all data; each model's own rate
+            assert run["rounds"] == 2000 or name.startswith("table5")
+            assert run["clients"] == 20 or name.startswith("table2/cifar100-clients")
+            assert run.get("beta", 0.1) == 0.1 or name.startswith("table2/")
+
+
+def test_the_command_lists_and_runs(tmp_path, monkeypatch):
+    sets = {"table1/digits": arguments("fedavg", "local"), "table2/digits": arguments("fedah")}
+    monkeypatch.setattr(protocols, "fedah", lambda scale: sets)
+    run = ["evidence", "--folder", str(tmp_path), "--jobs", "1"]
+    assert "table1/digits" in CliRunner().invoke(main, run).output
+    result = CliRunner().invoke(main, [*run, "table1"])
+    assert result.exit_code == 0 and list(evidence.load(tmp_path / "table1/digits")) == ["fedavg", "local"]
+    assert evidence.load(tmp_path / "table2/digits") == {}
+    listed = CliRunner().invoke(main, run).output
+    assert "2 of 2" in listed and "0 of 1" in listed
+    refused = CliRunner().invoke(main, [*run, "table9"])
+    assert refused.exit_code == 2 and "table9" in refused.output
