@@ -10,6 +10,7 @@ A run is told by its arguments: what is there is not run again, also if the code
 run it anew.
 """
 
+import hashlib
 import json
 import os
 import traceback
@@ -19,6 +20,7 @@ import joblib
 import numpy as np
 import pandas as pd
 
+from pflkit import notebook
 from pflkit.experiment import History, experiment
 from pflkit.methods import METHODS
 
@@ -83,6 +85,31 @@ def load(folder):
         history = History(run["config"], product, rounds, clients, pd.DataFrame(), np.empty((0, 0)), None)
         found.setdefault(label(run["arguments"]), []).append(history)
     return found
+
+
+def scale(runs):
+    """What runs, {method: [History]}, are made of, in words for a title: data, model, split, clients, rounds, seeds."""
+    histories = next(iter(runs.values()))
+    config, sizes = histories[0].config, histories[0].clients.drop_duplicates("client")
+    split, join = config["partition"], config["join_ratio"]
+    kind = f"Dirichlet({split['beta']:g})" if "beta" in split else split["name"].replace("_", " ")
+    kind += f" ({split['classes']} classes each)" if "classes" in split else ""
+    parts = [config["dataset"]["name"], config["model"]["name"], f"{sizes['n_train'].sum():,} training samples"]
+    parts += [f"{config['clients']} clients", kind, f"lr {config['training']['lr']:g}"]
+    parts += [f"join ratio {join[0]:g} to {join[1]:g}"] if tuple(join) != (1.0, 1.0) else []
+    parts += [f"{n} local epochs"] if (n := config["training"]["epochs"]) != 1 else []
+    return ", ".join([*parts, f"{config['rounds']} rounds", f"{max(map(len, runs.values()))} seeds"])
+
+
+def code():
+    """Twelve hex digits that change with any file of the package, to name a folder that changed code leaves alone."""
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+def root():
+    """The project's folder of evidence."""
+    return notebook.root() / FOLDER
 
 
 def label(arguments):

@@ -5,7 +5,9 @@ the notebooks' second cell says what their parameters are, and refuses all else.
 """
 
 import difflib
+import inspect
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,15 @@ def root():
     """The project's folder where pflkit runs from a clone of it; else the working directory."""
     folder = Path(pflkit.__file__).resolve().parents[1]
     return folder if (folder / "notebooks").is_dir() else Path.cwd()
+
+
+def show(*things):
+    """The source code of functions and classes, for a notebook to show as it runs."""
+    from IPython.display import HTML, Code
+
+    sources = [textwrap.dedent(inspect.getsource(thing)).rstrip() for thing in things]
+    code = Code("\n\n\n".join(sources), language="python")
+    return HTML(f'<div style="font-family: monospace">{code._repr_html_()}</div>')
 
 
 def versions():

@@ -110,3 +110,21 @@ def test_saved_tables(tmp_path):
         "| m | 300 | 100 | 1000 |\n"
     )
     assert (tmp_path / "deep" / "02.cost.md").read_text() == shown.data == text
+
+
+def test_a_column_per_set():
+    falling = history(before=[0.3, 0.2, 0.1, 0.1], after=[0.5, 0.4, 0.3])
+    table = tables.across({"a": {"m": RISING, "k": falling}, "b": {"k": RISING}, "none": {}})
+    assert table.to_dict() == {"a": {"m": "60.0", "k": "30.0"}, "b": {"m": "", "k": "60.0"}}
+
+
+def test_a_budget_until_convergence():
+    """Of two seeds one has converged, in round 2 of 3: two rounds of 0.5 s, of 2 x (300 + 100) bytes."""
+    other = history(before=[0.1, 0.2, 0.3, 0.4], after=[0.5, 0.6, 0.64])
+    row = tables.budget({"m": [RISING, other]}, patience=1).loc["m"].to_dict()
+    assert row == {
+        **{"MB down": "0.000", "MB up": "0.000", "MFLOP": "0", "seconds": "0.500"},
+        **{"converged": "1 of 2", "rounds": "2", "seconds in all": "1.0", "MB in all": "0.0"},
+    }
+    row = tables.budget({"m": other}, patience=1).loc["m"]
+    assert row["converged"] == "0 of 1" and row["rounds"] == row["MB in all"] == ""

@@ -120,3 +120,19 @@ def test_the_command_lists_and_runs(tmp_path, monkeypatch):
     assert "2 of 2" in listed and "0 of 1" in listed
     refused = CliRunner().invoke(main, [*run, "table9"])
     assert refused.exit_code == 2 and "table9" in refused.output
+
+
+def test_the_scale_in_words(quiet, tmp_path):
+    quiet({"a": arguments("fedavg", seeds=2, partition="dirichlet", beta=0.5, join_ratio=(0.5, 1.0), epochs=3)})
+    assert evidence.scale(evidence.load(tmp_path / "a")) == (
+        "digits, mlp, 150 training samples, 4 clients, Dirichlet(0.5), lr 0.05, join ratio 0.5 to 1, 3 local epochs, "
+        "2 rounds, 2 seeds"
+    )
+
+
+def test_the_code_has_a_name(monkeypatch, tmp_path):
+    before = evidence.code()
+    assert before == evidence.code() and len(before) == 12
+    monkeypatch.setattr(evidence, "__file__", str(tmp_path / "evidence.py"))
+    (tmp_path / "evidence.py").write_text("other")
+    assert evidence.code() != before
