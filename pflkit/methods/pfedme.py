@@ -23,8 +23,8 @@ Where released code differs, and what we do:
     round, and samples only whose w_{i,R} are averaged; so does CharlieDinh/pFedMe (a snapshot without a date), with
     R = 20. Here only clients that join train, as in every other method, and R follows from epochs, as in TsingZ0/PFLlib
     d832e76 (2025-11-29).
-  - It starts θ from w^t for the first mini-batch, for later ones from the θ before. So do we; a solution to a given
-    accuracy, which is what the theory asks for, can be found from anywhere.
+  - It starts θ from w^t for the first mini-batch, for later ones from the θ before. So do we. To our
+    knowledge (not checked against the text) the paper asks for a solution to some accuracy, wherever it is sought from.
   - CharlieDinh/pFedMe and PFLlib average by n_i. Here the mean is uniform, to our knowledge the paper's.
   - Both, and KarhouTam/FL-bench 06e658b (2025-10-09), shrink θ by a further 0.001 s θ in each inner step, as if a
     regularizer were part of f_i. Here there is none: of `Training`'s optimizer only the rate is used, for η.
