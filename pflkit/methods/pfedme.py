@@ -33,8 +33,9 @@ Where released code differs, and what we do:
     w_{i,R} for it, the second w^t. FL-bench scores the initial model. Here θ̃_i has memory of its own, and is scored.
   - PFLlib logs a training loss with a norm that is not squared. Here the loss is f̃(θ) before each K steps.
   - It drops each epoch's last short batch. Here it is trained on (`Training.drop_last` restores that).
-Batch-norm's running statistics, of which none of them speaks, are those of the passes, all of which are θ's: w takes
-them over in each step, without λ or η. They are averaged, without β, for beyond 1 it could make variances negative.
+  - PFLlib's running statistics of batch-norm stay with the clients. Here those of the passes, which all are θ's, are
+    w's too, step by step, without λ or η; they travel, and the server takes their mean, without β, for a β above 1
+    could make variances negative.
 """
 
 from dataclasses import dataclass
