@@ -226,6 +226,11 @@ def slope(model, loss, params, batch, *fixed):
 
     Both are trees like `params`; the gradient is 0 for buffers. Other than in `sgd`, the loss gives its value only.
     """
+    return slope_and_loss(model, loss, params, batch, *fixed)[:2]
+
+
+def slope_and_loss(model, loss, params, batch, *fixed):
+    """What `slope` gives, and the loss at `params`, which costs nothing more."""
     names = [name for name, _ in trees.named_leaves(params)]
     all_leaves = trees.leaves(params)
     learns = [leaf.is_floating_point() and not model.is_buffer(n) for n, leaf in zip(names, all_leaves, strict=True)]
@@ -238,11 +243,11 @@ def slope(model, loss, params, batch, *fixed):
         return given, own
 
     moving = [t for t, learn in zip(all_leaves, learns, strict=True) if learn]
-    found, own = torch.func.grad(value, has_aux=True)(moving)
+    found, (at_params, own) = torch.func.grad_and_value(value, has_aux=True)(moving)
     found = iter(found)
     gradient = [next(found) if learn else torch.zeros_like(t) for t, learn in zip(all_leaves, learns, strict=True)]
     after = [t if learn else new for t, new, learn in zip(all_leaves, own, learns, strict=True)]
-    return trees.like(params, gradient), trees.like(params, after)
+    return trees.like(params, gradient), trees.like(params, after), at_params
 
 
 def _value(given):

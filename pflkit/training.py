@@ -159,7 +159,8 @@ class Clients:
         """
         integer("draws", draws, 1)
         descent = self._descent(state, fixed, phase, epochs, rule, loss=None, step=step, draws=draws)
-        return self._run(descent, phase, None, functools.partial(_two_samples, descent), (step, draws))
+        settings = [f for f in fixed if isinstance(f, numbers.Real)]  # such as how many gradients a step takes
+        return self._run(descent, phase, None, functools.partial(_two_samples, descent), (step, draws, *settings))
 
     def _descent(self, params, fixed, phase, epochs, rule, **more):
         """A Descent of these clients, its values checked."""

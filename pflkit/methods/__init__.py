@@ -30,6 +30,7 @@ import types
 import typing
 
 from pflkit.checks import choice
+from pflkit.methods.ditto import Ditto
 from pflkit.methods.fedah import FedAH
 from pflkit.methods.fedala import FedALA
 from pflkit.methods.fedapa import FedAPA
@@ -40,12 +41,15 @@ from pflkit.methods.fedper import FedPer
 from pflkit.methods.fedprox import FedProx
 from pflkit.methods.fedrep import FedRep
 from pflkit.methods.local import Local
+from pflkit.methods.pfedme import PFedMe
 
 METHODS = {
     "local": Local,
     "fedavg": FedAvg,
     "fedavg_ft": FedAvgFT,
     "fedprox": FedProx,
+    "pfedme": PFedMe,
+    "ditto": Ditto,
     "fedala": FedALA,
     "fedper": FedPer,
     "fedrep": FedRep,

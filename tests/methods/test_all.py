@@ -25,17 +25,24 @@ PAYLOAD = {
     "fedrep": lambda r, h, p: (r, r),
     "fedah": lambda r, h, p: (p, p),
     "fedprox": lambda r, h, p: (p, p),
+    "pfedme": lambda r, h, p: (p, p),
+    "ditto": lambda r, h, p: (p, p),
     "fedala": lambda r, h, p: (p, p),
     "fedgh": lambda r, h, p: (h, 1 + (h - 10) // 10),  # each client here has one class: one label, one prototype
     "fedapa": lambda r, h, p: (r, r),
 }
 
 # Settings with which nothing changes where clients do not train.
-STILL = {"fedgh": {"header_lr": 0.0}}
+STILL = {"fedgh": {"header_lr": 0.0}, "pfedme": {"inner_lr": 0.0}}
 
 
 def everything(state):
     return state.server, state.kept
+
+
+def personal(held):
+    """The clients' own models, where a method has global ones beside them."""
+    return held["personal"] if isinstance(held, dict) else held
 
 
 def wipe(tree):
@@ -68,7 +75,7 @@ def test_two_rounds_finite_and_scored(name, model, digits):
     fed = digits(model, join_ratio=0.5)
     history = experiment.run(make(name), fed, 2)
     assert all(leaf.isfinite().all() for leaf in trees.leaves(everything(history.state)))
-    held = fed.deployed(make(name), history.state, 2)
+    held = personal(fed.deployed(make(name), history.state, 2))
     right = [fed.model.predict(trees.row(held, i), x).argmax(1) == y for i, (x, y) in enumerate(fed.test)]
     last = history.clients[history.clients["round"] == 3].set_index("client")
     assert last["before"].tolist() == [float(r.double().mean()) for r in right]
@@ -92,7 +99,7 @@ def test_unseen_classes_and_one_class_clients(name, by_hand, linear, play):
     test = [(torch.randn(len(y), 2, generator=g), y) for y in ([3, 3, 0], [1, 1], [2])]
     fed = by_hand(net, train, test, rule={"lr": 0.1})
     state, rounds = play(fed, make(name), 3)
-    for held in (rounds[-1].held, fed.deployed(make(name), state, 3)):
+    for held in map(personal, (rounds[-1].held, fed.deployed(make(name), state, 3))):
         correct, loss = fed.score(held, np.arange(3))
         assert np.isfinite(loss).all()
         for i, (x, y) in enumerate(fed.test):  # the rows of class 3 count like any others
@@ -109,7 +116,7 @@ def test_clients_smaller_than_a_batch(name, uneven, play, drop_last):
     state, rounds = play(fed, make(name), 2)
     assert all(leaf.isfinite().all() for leaf in trees.leaves((everything(state), rounds[-1].held)))
     start = fed.init()
-    trained = [trees.unequal(trees.row(rounds[0].held, i), start) > 0 for i in range(4)]
+    trained = [trees.unequal(trees.row(personal(rounds[0].held), i), start) > 0 for i in range(4)]
     assert trained == [not drop_last, not drop_last, True, True]
 
 
@@ -224,7 +231,7 @@ def test_test_labels_train_nothing(name, play):
         fed = Federation(dataset, split, models.build("mlp", x.shape[1:], 10), training=Training(lr=0.1))
         state, rounds = play(fed, make(name), 2)
         states.append((everything(state), rounds[-1].held, fed.deployed(make(name), state, 2)))
-        losses.append(fed.score(rounds[-1].held, np.arange(3))[1])
+        losses.append(fed.score(personal(rounds[-1].held), np.arange(3))[1])
     assert trees.unequal(*states) == 0
     assert (losses[0] != losses[1]).all()
 
