@@ -22,6 +22,7 @@ Evaluated: w_i^p `before` local training, of the new cores and old weights; w_i^
 Client i's weights are in the order of the clients i, i + 1, ..., N − 1, 0, ..., i − 1; the first is its own, p_ii.
 p_0 is known from the start and not counted, like the initial model and N: sizes do not change.
 A round holds N − 1 cores for each sampled client: N² models in all where everyone joins, or is scored.
+As p_ii is near 1/N at first, a core moves at about η_1 / N: slowly, at the local rate of other methods.
 Momentum, decay and clipping of `Training`, where set, act on cores and weights alike, as one vector.
 FLOPs counted are those of the model; the mix and its gradient take about 4 N a parameter and step more.
 
@@ -43,7 +44,7 @@ Where released code differs, and what we do:
     default, which freezes p.
   - Its λ is a round late.
   - All its clients train, whatever the join ratio. Here those that are not sampled are not touched.
-  - It multiplies η_1 by N, to make up for p_ii = 1/N. Here η_1 is the local learning rate, or `core_lr`.
+  - It multiplies η_1 by N, to make up for p_ii = 1/N. Here η_1 is the local learning rate; `core_lr` sets another.
 """
 
 import math

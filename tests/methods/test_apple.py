@@ -334,10 +334,12 @@ def test_with_a_budget_clients_are_themselves_among_others_and_untouched_when_ab
     state, _ = play(fed, method, 3)
     before, everyone = trees.clone(state.kept), list(range(6))
     message = received(method.download(state.server, everyone), 6)
-    together = method.local(fed.clients(everyone, 4, 5), trees.take(state.kept, everyone), message)
+    sent = trees.clone(message)
+    together = method.local(fed.clients(everyone, 4, 5), state.kept, message)
     alone = method.local(fed.clients([4], 4, 5), trees.take(state.kept, [4]), trees.take(message, [4]))
     assert trees.unequal(alone, trees.take(together, [4])) == 0
-    assert trees.unequal(state.kept, before) == 0
+    method.deploy(fed.clients(everyone, 4, 5), state.kept, message)
+    assert trees.unequal((state.kept, message), (before, sent)) == 0
     ids = fed.play(method, state, 5).ids.tolist()
     absent = [i for i in everyone if i not in ids]
     assert trees.unequal(trees.take(state.kept, absent), trees.take(before, absent)) == 0

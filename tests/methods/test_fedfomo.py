@@ -173,6 +173,8 @@ def test_draws_are_of_seed_round_and_client(digits):
     assert lists(ids=np.array([1, 4])) == [lists()[1], lists()[4]]
     assert lists() != lists(seed=1)
     assert len({str(lists(round=t)) for t in range(5)}) == 5
+    places = [[other - (other > i) for other in row] for i, row in enumerate(lists())]
+    assert len({str(row) for row in places}) > 1  # each client draws for itself
     assert all(i not in row and len(set(row)) == 2 for t in range(5) for i, row in enumerate(lists(round=t)))
 
 
