@@ -57,10 +57,14 @@ class Round:
 
 
 class Group:
-    """The clients `ids` that have one `model`. A method's `client` is called with each."""
+    """The clients `ids` that have one `model`. A method's `client` is called with each.
 
-    def __init__(self, model, ids, device, dtype, engine):
-        self.model, self.ids, self.device, self.dtype, self.engine = model, ids, device, dtype, engine
+    sizes: training samples of every client of the federation [N], for methods whose clients know them from the start.
+    """
+
+    def __init__(self, model, ids, sizes, device, dtype, engine):
+        self.model, self.ids, self.sizes = model, ids, sizes
+        self.device, self.dtype, self.engine = device, dtype, engine
         self.flop_cache = {}
 
     def init(self):
@@ -143,7 +147,7 @@ class Federation:
         # How many clients train side by side, on average over the steps of the largest: the same in every round, so
         # that the engine is, and with it the rounding of a client's numbers.
         width = np.mean(self.join_ratio) * self.n[ids].sum() / self.n[ids].max()
-        return Group(model, ids, self.device, self.dtype, Engine(engine, model, self.device, width))
+        return Group(model, ids, self.n, self.device, self.dtype, Engine(engine, model, self.device, width))
 
     def _place(self, parts):
         """Each client's (x, y) on the device: views of one tensor in which a client's rows lie side by side."""

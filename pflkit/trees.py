@@ -62,6 +62,11 @@ def row(tree, i):
     return tree_map(lambda t: t[i], tree)
 
 
+def stack(rows):
+    """Trees [...] of one structure, one a client, as one [C, ...]."""
+    return tree_map(lambda *parts: torch.stack(parts), *rows)
+
+
 def join(trees, order=slice(None)):
     """Several trees [C1, ...], [C2, ...], ... as one [C, ...]: client j is the order[j]-th of all, by default the j-th.
 

@@ -4,7 +4,8 @@ What a method has. C clients are sampled; every leaf of a tree of theirs is [C, 
 
     paper, product       strings: what `list` prints; "before" or "after": which accuracy is the method's own
     server(fed)          the server's tree; fed.init() is the initial (extractor, head)
-    client(group)        what each client keeps; group.each_client(tree) copies a value for each
+    client(group)        what each client keeps; group.each_client(tree) copies a value for each, group.sizes
+                                      are the training samples of all clients [N]
     download(server, ids)             a message: tensors [C, ...], Shared(tree), Rows(values, present)
     local(clients, kept, message)     (what it keeps, its upload, the model it holds), each [C, ...]
     merge(server, ids, message, upload, n)    the new server's tree; n [C], a numpy array of training samples
@@ -30,12 +31,14 @@ import types
 import typing
 
 from pflkit.checks import choice
+from pflkit.methods.apple import APPLE
 from pflkit.methods.ditto import Ditto
 from pflkit.methods.fedah import FedAH
 from pflkit.methods.fedala import FedALA
 from pflkit.methods.fedapa import FedAPA
 from pflkit.methods.fedavg import FedAvg
 from pflkit.methods.fedavg_ft import FedAvgFT
+from pflkit.methods.fedfomo import FedFomo
 from pflkit.methods.fedgh import FedGH
 from pflkit.methods.fedper import FedPer
 from pflkit.methods.fedprox import FedProx
@@ -50,6 +53,8 @@ METHODS = {
     "fedprox": FedProx,
     "pfedme": PFedMe,
     "ditto": Ditto,
+    "fedfomo": FedFomo,
+    "apple": APPLE,
     "fedala": FedALA,
     "fedper": FedPer,
     "fedrep": FedRep,
