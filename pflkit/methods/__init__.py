@@ -36,16 +36,20 @@ from pflkit.methods.fedapa import FedAPA
 from pflkit.methods.fedavg import FedAvg
 from pflkit.methods.fedavg_ft import FedAvgFT
 from pflkit.methods.fedgh import FedGH
+from pflkit.methods.fedmeta import FedMeta
 from pflkit.methods.fedper import FedPer
 from pflkit.methods.fedprox import FedProx
 from pflkit.methods.fedrep import FedRep
 from pflkit.methods.local import Local
+from pflkit.methods.perfedavg import PerFedAvg
 
 METHODS = {
     "local": Local,
     "fedavg": FedAvg,
     "fedavg_ft": FedAvgFT,
     "fedprox": FedProx,
+    "perfedavg": PerFedAvg,
+    "fedmeta": FedMeta,
     "fedala": FedALA,
     "fedper": FedPer,
     "fedrep": FedRep,
