@@ -22,10 +22,10 @@ Evaluated: θ' `before`, the method's product: adapted on the support set, teste
            `after`, for that is what a client has at the end of a round: it does not train further.
 
 Batch-norm's statistics have no gradient, and would stay what they were at first. So beside its gradient a client sends
-its statistics after step 3's pass, and the server takes their mean, uniform as in step 5; nothing of this is in the
-paper. A set's loss is then the mean over pieces of at most 100 samples, each normalized by itself; a client whose sets
-have one sample has no variance, and sends a gradient of 0. Over few samples batch-norm's curvature can be huge, and the
-product with the Hessian is too: "fomaml" is safe there.
+its statistics, moved by its passes in steps 2 and 3, and the server takes their mean, uniform as in step 5; nothing of
+this is in the paper. A set's loss is the mean over pieces of at most 100 samples, each normalized by itself; where a
+client's sets are of one sample, they have no variance, and it sends a gradient of 0. Over few samples batch-norm's
+curvature can be huge, and the product with the Hessian is too: "fomaml" is safe there.
 
 Where released code differs, and what we do:
   - Neither TsingZ0/PFLlib d832e76 (2025-11-29) nor KarhouTam/FL-bench 06e658b (2025-10-09) has the method.
@@ -56,10 +56,10 @@ def times(tree, other):
     return tree_map(lambda a, b: a * b, tree, other)
 
 
-def adapt(theta, alpha, gradient):
+def adapted(theta, alpha, gradient):
     """θ' = θ − α ∘ ∇L_S(θ), with a rate α for each element of θ.
 
-    >>> adapt(torch.tensor([3.0, 3.0]), torch.tensor([0.1, 0.0]), torch.tensor([4.0, 4.0]))  # L_S = (θ − 1)²
+    >>> adapted(torch.tensor([3.0, 3.0]), torch.tensor([0.1, 0.0]), torch.tensor([4.0, 4.0]))  # L_S = (θ − 1)²
     tensor([2.6000, 3.0000])
     """
     return add(theta, times(alpha, gradient), -1)
@@ -104,16 +104,14 @@ class FedMeta:
         return Shared(server)
 
     def local(self, clients, kept, message):
-        S, Q = clients.split(self.support, "support")
-        theta, alpha = message[0], self.rates(message)
-        adapted, g_S, statistics = self.adapted(S, message)
-        v, after = Q.gradient(model_loss, adapted)
+        S, Q, g_S, own = self.adapt(clients, message)
+        v, after = Q.gradient(model_loss, own)
         g = v
         if self.variant != "fomaml":
+            theta, alpha = message[0], self.rates(message)
             g = meta_gradient(v, S.gradient(slope_along, theta, times(alpha, v))[0])
         slopes = tree_map(torch.neg, only(clients.model, times(v, g_S))) if self.variant == "metasgd" else ()
-        upload = only(clients.model, g), slopes, only(clients.model, after, buffers=True)
-        return (), upload, filled(adapted, statistics)
+        return (), (only(clients.model, g), slopes, only(clients.model, after, buffers=True)), own
 
     def merge(self, server, ids, message, upload, n):
         theta, rates = server
@@ -122,9 +120,7 @@ class FedMeta:
         return theta, add(rates, slopes, -self.server_lr)
 
     def deploy(self, clients, kept, message):
-        S, _ = clients.split(self.support, "support")
-        adapted, _, statistics = self.adapted(S, message)
-        return filled(adapted, statistics)
+        return self.adapt(clients, message)[-1]
 
     def watch(self, server, kept):
         return {"alpha": server[1]} if self.variant == "metasgd" else {}
@@ -134,8 +130,8 @@ class FedMeta:
         theta, rates = message
         return filled(full_like(theta, 0), rates) if rates else full_like(theta, self.inner_lr)
 
-    def adapted(self, S, message):
-        """Step 2: θ' with the statistics of θ; the gradient g_S; the statistics after the pass on the support set."""
-        gradient, after = S.gradient(model_loss, message[0])
-        theta = adapt(message[0], self.rates(message), gradient)
-        return theta, gradient, only(S.model, after, buffers=True)
+    def adapt(self, clients, message):
+        """Step 2: S, Q, g_S, and θ', its batch-norm statistics moved by the pass over S."""
+        S, Q = clients.split(self.support, "support")
+        g_S, after = S.gradient(model_loss, message[0])
+        return S, Q, g_S, adapted(after, self.rates(message), g_S)

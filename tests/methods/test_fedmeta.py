@@ -94,13 +94,14 @@ def value(tree, name):
 
 def client_round(peer, cut, variant, rates):
     """Steps 2 to 4 by autograd through the inner step: θ', the gradients in θ and in the rates, and the state, whose
-    buffers move with the pass over Q only. In order, S is the first `cut` samples.
+    buffers move with the pass over S, then with that over Q. In order, S is the first `cut` samples.
     """
     params = {f"{k}{n}": p for k, part in (("r", peer.r), ("h", peer.h)) for n, p in part.named_parameters()}
     theta = {n: p.detach().clone().requires_grad_() for n, p in params.items()}
-    alpha, still = {n: rates[n].clone().requires_grad_() for n in theta}, copy.deepcopy(peer)
+    alpha, first = {n: rates[n].clone().requires_grad_() for n in theta}, copy.deepcopy(peer)
     S, Q = (slice(0, cut), slice(cut, None)) if cut else (slice(None), slice(None))
-    g_S = torch.autograd.grad(loss_at(still, theta, S), theta.values(), create_graph=variant != "fomaml")
+    g_S = torch.autograd.grad(loss_at(first, theta, S), theta.values(), create_graph=variant != "fomaml")
+    peer.load(*first.state())
     adapted = {n: p - alpha[n] * g for (n, p), g in zip(theta.items(), g_S, strict=True)}
     g = torch.autograd.grad(loss_at(peer, adapted, Q), [*theta.values(), *alpha.values()])
     slopes = dict(zip(alpha, g[len(theta) :], strict=True))
@@ -137,7 +138,7 @@ def test_three_rounds_in_plain_torch(uneven, normed, plain, play, in_order, one_
             assert (value(state.server[1], n) - rates[n]).abs().max() < 1e-12
     if norm:
         assert state.server[0][0]["1.num_batches_tracked"].dtype == torch.int64
-        assert state.server[0][0]["1.num_batches_tracked"].item() == 3
+        assert state.server[0][0]["1.num_batches_tracked"].item() == 6
     others = [play(fed, make("fedmeta", variant=v, inner_lr=0.3, server_lr=0.4, support=0.3), 3)[0] for v in VARIANTS]
     away = [trees.unequal(state.server[0], other.server[0]) for other in others]
     assert [distance > 1e-4 for distance in away] == [v != variant for v in VARIANTS]
@@ -199,14 +200,13 @@ def test_meta_sgd_with_rates_held_is_maml(digits, play):
 @pytest.mark.parametrize(("variant", "other"), [("fo", "fomaml"), ("exact", "maml")])
 @pytest.mark.parametrize("norm", [False, True])
 def test_with_one_local_step_per_fedavg_is_this(uneven, normed, play, monkeypatch, variant, other, norm):
-    """Where D, D' and D'', S and Q are all samples: one step at rate β there is the server's step at rate β here, of
-    batch-norm's statistics too.
-    """
+    """Where D, D' and D'', S and Q are all samples: one step at rate β there is the server's step at rate β here."""
     monkeypatch.setattr(Clients, "split", lambda self, share, name: (self, self))
     fed = normed((7, 10, 11), rule={"batch_size": 20}) if norm else uneven(rule={"batch_size": 20})
     per, _ = play(fed, make("perfedavg", variant=variant, inner_lr=0.3, outer_lr=0.4), 3)
     meta, _ = play(fed, make("fedmeta", variant=other, inner_lr=0.3, server_lr=0.4), 3)
-    assert trees.unequal(per.server, meta.server[0]) < 1e-12
+    trained = [perfedavg.only(fed.model, theta) for theta in (per.server, meta.server[0])]
+    assert trees.unequal(*trained) < 1e-12
     assert trees.unequal(per.server, fed.init()) > 0.1
 
 
@@ -280,7 +280,7 @@ def test_a_client_without_variance_sends_no_slope(normed):
     _, (g, _, statistics), held = local(fed, method, state)
     assert all((t[0] == 0).all() for t in trees.leaves(g)) and any((t[1] != 0).any() for t in trees.leaves(g))
     assert set(statistics[0]) == fed.model.buffers and statistics[1] == {}
-    assert statistics[0]["1.num_batches_tracked"].tolist() == [0, 1]
+    assert statistics[0]["1.num_batches_tracked"].tolist() == [0, 2]
     assert trees.unequal(trees.row(held, 0), fed.init()) == 0
 
 
@@ -293,15 +293,17 @@ def test_statistics_in_use(normed):
     S, _ = fed.clients([0], 1, 1).split(0.4, "support")
     z = S.data[0][0] @ theta[0]["0.weight"].T + theta[0]["0.bias"]
     used = fed.deployed(method, state, 1)
-    assert theta[0]["1.num_batches_tracked"].item() == 1 and used[0]["1.num_batches_tracked"].item() == 2
+    assert theta[0]["1.num_batches_tracked"].item() == 2 and used[0]["1.num_batches_tracked"].item() == 3
     expected = 0.9 * theta[0]["1.running_mean"] + 0.1 * z.mean(0)
     torch.testing.assert_close(used[0]["1.running_mean"][0], expected, atol=1e-12, rtol=1e-12)
 
 
 @every_variant
-def test_what_a_client_has_after_a_round_is_what_it_had_before(digits, variant):
+@pytest.mark.parametrize("norm", [False, True])
+def test_what_a_client_has_after_a_round_is_what_it_had_before(digits, normed, variant, norm):
     """There is no more local training than the adaptation."""
-    fed, method = digits(join_ratio=0.5), make("fedmeta", variant=variant)
+    fed = normed((7, 8, 9, 10), join_ratio=0.5) if norm else digits(join_ratio=0.5)
+    method = make("fedmeta", variant=variant)
     state = fed.start(method)
     for _ in range(2):
         before = fed.deployed(method, state, 2)
