@@ -26,7 +26,8 @@ Evaluated: w_i `before` local training, the method's product: step 5, which is d
            samples would add half of what "fo" costs in a round of one epoch.
 
 Training's momentum, weight decay and clipping are not used: the steps are those above. Batch-norm's statistics move
-once a step, with the pass at w̃ over D' (so α = 0 is FedAvg in them too), once more in step 5, and are averaged as w is.
+once a step, with the pass at w̃ over D' (so α = 0 is FedAvg in them too), in step 5 once for each piece of at most 100
+samples, and are averaged as w is.
 Over few samples batch-norm's curvature can be huge, and the product with the Hessian is too: "fo" is safe there.
 
 Where released code differs, and what we do:
