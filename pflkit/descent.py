@@ -226,11 +226,11 @@ def slope(model, loss, params, batch, *fixed):
 
     Both are trees like `params`; the gradient is 0 for buffers. Other than in `sgd`, the loss gives its value only.
     """
-    return slope_and_loss(model, loss, params, batch, *fixed)[:2]
+    return value_and_slope(model, loss, params, batch, *fixed)[1:]
 
 
-def slope_and_loss(model, loss, params, batch, *fixed):
-    """What `slope` gives, and the loss at `params`, which costs nothing more."""
+def value_and_slope(model, loss, params, batch, *fixed):
+    """The loss, and what `slope` gives."""
     names = [name for name, _ in trees.named_leaves(params)]
     all_leaves = trees.leaves(params)
     learns = [leaf.is_floating_point() and not model.is_buffer(n) for n, leaf in zip(names, all_leaves, strict=True)]
@@ -243,11 +243,11 @@ def slope_and_loss(model, loss, params, batch, *fixed):
         return given, own
 
     moving = [t for t, learn in zip(all_leaves, learns, strict=True) if learn]
-    found, (at_params, own) = torch.func.grad_and_value(value, has_aux=True)(moving)
+    found, (given, own) = torch.func.grad_and_value(value, has_aux=True)(moving)
     found = iter(found)
     gradient = [next(found) if learn else torch.zeros_like(t) for t, learn in zip(all_leaves, learns, strict=True)]
     after = [t if learn else new for t, new, learn in zip(all_leaves, own, learns, strict=True)]
-    return trees.like(params, gradient), trees.like(params, after), at_params
+    return given, trees.like(params, gradient), trees.like(params, after)
 
 
 def _value(given):

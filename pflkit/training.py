@@ -154,8 +154,8 @@ class Clients:
 
         step(model, state, batches, *fixed) is of ONE client, and pure: it returns the new state, a tree like `state`,
         and a loss to record (or that and named extras), and changes nothing. batches: `draws` of them, independent and
-        of one size, each (x [B, ...], y [B]). `descent.slope` gives gradients. fixed, phase, epochs as for `sgd`; of
-        the `rule` only batch_size and drop_last matter, the step has its own rates.
+        of one size, each (x [B, ...], y [B]). `descent.slope` gives gradients, `value_and_slope` the loss too. fixed,
+        phase, epochs as for `sgd`; of the `rule` only batch_size and drop_last matter, the step has its own rates.
         """
         integer("draws", draws, 1)
         descent = self._descent(state, fixed, phase, epochs, rule, loss=None, step=step, draws=draws)
@@ -318,7 +318,11 @@ class Clients:
             one = trees.row(params, 0)
             slope(self.model, loss, one, self._two(), *descent.still(lambda f: trees.row(f, 0)))
 
-        self.engine.each(client, self.n)
+        def in_context(i):
+            with self._dropout(i, "gradient"):
+                client(i)
+
+        self.engine.each(in_context, self.n)
         self._count((loss, "gradient"), two_samples, self.n)
         return gradient, after
 

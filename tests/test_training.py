@@ -445,6 +445,26 @@ def test_dropout_is_each_clients_own(engine):
     assert not torch.equal(run([2], "other")[2], four[2])
 
 
+@pytest.mark.parametrize("engine", ["loop", "threads"])
+def test_dropout_in_the_gradient_of_all_data_is_each_clients_own(engine):
+    """The same masks each time, whoever else is there, whatever was drawn before; nothing is drawn from outside."""
+    net = nn.Sequential(nn.Linear(6, 64), nn.Dropout(0.5))
+    model = from_modules(net, nn.Linear(64, CLASSES), (6,), CLASSES)
+    before = torch.get_rng_state()
+
+    def gradient(ids):
+        clients = sampled(model, sizes=[20] * len(ids), ids=ids, engine=engine)
+        return clients.gradient(model_loss, trees.take(start(model), [0] * len(ids)))[0]
+
+    both = gradient([3, 4])
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(3)
+    assert trees.unequal(gradient([4]), trees.take(both, [1])) == 0
+    frozen = from_modules(net[0], model.head.module, (6,), CLASSES)  # without dropout
+    plain = sampled(frozen, sizes=[20, 20], ids=[3, 4], engine=engine)
+    assert trees.unequal(plain.gradient(model_loss, trees.take(start(frozen), [0, 0]))[0][1], both[1]) > 1e-3
+
+
 def test_frozen_dropout_lets_everything_through():
     model = from_modules(nn.Dropout(0.5), nn.Linear(6, CLASSES), (6,), CLASSES)
     clients = sampled(model, sizes=(4,), ids=[0])

@@ -40,10 +40,12 @@ from pflkit.methods.fedavg import FedAvg
 from pflkit.methods.fedavg_ft import FedAvgFT
 from pflkit.methods.fedfomo import FedFomo
 from pflkit.methods.fedgh import FedGH
+from pflkit.methods.fedmeta import FedMeta
 from pflkit.methods.fedper import FedPer
 from pflkit.methods.fedprox import FedProx
 from pflkit.methods.fedrep import FedRep
 from pflkit.methods.local import Local
+from pflkit.methods.perfedavg import PerFedAvg
 from pflkit.methods.pfedme import PFedMe
 
 METHODS = {
@@ -55,6 +57,8 @@ METHODS = {
     "ditto": Ditto,
     "fedfomo": FedFomo,
     "apple": APPLE,
+    "perfedavg": PerFedAvg,
+    "fedmeta": FedMeta,
     "fedala": FedALA,
     "fedper": FedPer,
     "fedrep": FedRep,

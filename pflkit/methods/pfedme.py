@@ -44,7 +44,7 @@ from typing import ClassVar
 import numpy as np
 
 from pflkit.checks import integer, real
-from pflkit.descent import slope_and_loss
+from pflkit.descent import value_and_slope
 from pflkit.messages import Shared
 from pflkit.methods.fedavg import model_loss
 from pflkit.trees import average, leaves, lerp, like, named_leaves
@@ -72,7 +72,7 @@ def moreau_step(model, state, batches, inner_steps, s, lr, lam):
     """Step 3 for one mini-batch of ONE client; state: {"w": a model, "theta": a model}. The loss is θ's before it."""
     (batch,), w, theta, losses = batches, state["w"], state["theta"], []
     for _ in range(inner_steps):
-        gradient, theta, loss = slope_and_loss(model, model_loss, theta, batch)
+        loss, gradient, theta = value_and_slope(model, model_loss, theta, batch)
         theta = _trained(model, lambda t, g, anchor: inner_step(t, g, anchor, s, lam), theta, gradient, w)
         losses.append(loss)
     w = _trained(model, lambda t, old: outer_step(old, t, lr, lam), theta, w)
