@@ -1,4 +1,4 @@
-"""The command line: python -m pflkit [run | evidence | bench | list | data] ..."""
+"""The command line: python -m pflkit [run | evidence | claims | bench | list | data] ..."""
 
 import re
 import sys
@@ -120,6 +120,26 @@ def run_evidence(names, scale, folder, jobs, data_root):
     except (ValueError, OSError) as error:
         refuse(error)
     sys.exit(1 if failed else 0)
+
+
+@main.command("claims")
+@click.argument("ids", nargs=-1, metavar="[ID]...")
+@click.option("--folder", default="figures/evidence", show_default=True, help="Where `evidence` recorded results.")
+@click.option("--out", help="Folder for claims.csv, claims.md and claims-numbers.csv.  [none]")
+def run_claims(ids, folder, out):
+    """Checks the papers' claims, all or those with an ID, by recorded runs: verdicts, numbers and why."""
+    from pflkit import tables
+    from pflkit.claims import report
+
+    try:
+        found = report.report(folder, ids)
+        if out:
+            tables.save(report.table(found), f"{out}/claims", "The papers' claims, by the runs that are there")
+            report.numbers(found).to_csv(f"{out}/claims-numbers.csv")
+    except (ValueError, OSError) as error:
+        refuse(error)
+    for line in report.lines(found):
+        click.echo(line)
 
 
 @main.command()

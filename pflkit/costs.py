@@ -33,6 +33,17 @@ def rounds_to_convergence(history, patience=100, point=None):
     return int(curve.index[best]) if len(curve) - best > patience else None
 
 
+def to_convergence(history, patience=100, point=None):
+    """Rounds until convergence by that rule, and the bytes, down and up together, and seconds of training that they
+    took, as a Series; None for a run that has not converged.
+    """
+    if (rounds := rounds_to_convergence(history, patience, point)) is None:
+        return None
+    spent = history.rounds.dropna(subset="joined").set_index("round").loc[:rounds]
+    sent = spent[["bytes_down", "bytes_up"]].to_numpy().sum()
+    return pd.Series({"rounds": rounds, "bytes": sent, "seconds": spent["seconds"].sum()})
+
+
 def bytes_to_target(history, target, point=None):
     """Bytes, down and up together, until the mean accuracy first reaches `target` (0 to 1); None if it never does."""
     real("target", target, 0, 1)

@@ -53,6 +53,16 @@ def test_converged_when_patience_evaluations_brought_no_better(patience, rounds)
     assert costs.rounds_to_convergence(flat, patience) == rounds
 
 
+def test_what_it_took_to_converge():
+    """Two rounds of two clients, 400 bytes each; a global model's best, before the third, takes two rounds as well."""
+    flat = history(before=[0.1, 0.1, 0.3, 0.2, 0.2, 0.2], after=[0.5, 0.7, 0.6, 0.6, 0.7])
+    expected = {"rounds": 2, "bytes": 1600, "seconds": 1.0}
+    assert costs.to_convergence(flat, 3).to_dict() == expected
+    assert costs.to_convergence(flat, 3, "before").to_dict() == expected
+    assert costs.to_convergence(flat, 4) is None
+    assert costs.to_convergence(history(before=[0.3, 0.1], after=[0.5]), 1, "before")["bytes"] == 0
+
+
 def test_patience_is_checked():
     flat = history(before=[0.1] * 2, after=[0.5])
     with pytest.raises(ValueError, match="patience=0"):

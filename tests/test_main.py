@@ -9,10 +9,11 @@ import subprocess
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 from click.testing import CliRunner
 
-from pflkit import data, reproduce
+from pflkit import claims, data, evidence, reproduce
 from pflkit.__main__ import main, value_of
 from pflkit.methods import METHODS
 
@@ -292,6 +293,52 @@ def test_as_a_module():
     assert done.returncode == 2
     assert done.stdout == ""
     assert re.fullmatch(r"pflkit: method='nope': must be one of .*\n", done.stderr)
+
+
+# --- claims ----------------------------------------------------------------------------------------------------------
+
+
+def evidence_of(folder, methods=("fedper", "fedrep", "fedavg")):
+    """Folder of evidence with a set of short runs, and its command's arguments."""
+    small = {"dataset": "digits", "samples": 200, "clients": 4, "rounds": 2, "model": "mlp", "partition": "iid"}
+    runs = [{"method": m, **small, "seed": seed} for seed in range(3) for m in methods]
+    assert evidence.collect({"table9/digits": runs}, folder, jobs=1, say=lambda _: None) == 0
+    return ["claims", "--folder", folder]
+
+
+def test_claims_without_runs_are_not_tested(tmp_path):
+    lines = printed("claims", "--folder", tmp_path / "nothing")
+    assert [line.split()[0] for line in lines[::2]] == list(claims.CLAIMS)
+    assert set(lines[1::2]) == {"  no sets: not tested; no runs"}
+    assert len(printed("claims", "AH12", "--folder", tmp_path)) == 2
+
+
+def test_claims_are_checked_with_the_runs_there_are(tmp_path):
+    command = evidence_of(tmp_path / "runs")
+    claim, verdict, *numbers = printed(*command, "AH12")
+    assert claim.startswith("AH12  Bytes a round")
+    assert verdict.startswith(
+        "  table9/digits: reproduced (1 of 3 parts, 3 of 11 methods); not checked: FedFomo highest"
+    )
+    assert len(numbers) == 2 and re.fullmatch(r"    fedper − fedavg: -\S+ \[.*\] bytes, below 0: yes", numbers[0])
+    printed(*command, "--out", tmp_path / "out")
+    names = {"claims.csv", "claims.md", "claims-numbers.csv"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    table = pd.read_csv(tmp_path / "out/claims.csv").set_index("id")
+    assert set(table.index) == set(claims.CLAIMS) and table.loc["AH12", "sets"] == "table9/digits"
+    assert table.loc["AH12", "numbers"] == "2 met"
+    numbers = pd.read_csv(tmp_path / "out/claims-numbers.csv").set_index("id")
+    assert numbers.loc["AH12", "met"].tolist() == ["yes", "yes"]
+    assert "| AH12 | Bytes a round" in (tmp_path / "out/claims.md").read_text()
+
+
+def test_claims_refuse_bad_ids_and_folders(tmp_path):
+    (tmp_path / "file").touch()
+    assert refused("claims", "AH99").startswith("id='AH99': must be one of 'AH1', 'AH2'")
+    assert refused("claims", "--folder", tmp_path / "file") == f"folder='{tmp_path}/file': is not a folder"
+    assert f"{tmp_path}/file" in refused("claims", "--folder", tmp_path / "no", "--out", tmp_path / "file")
+    (tmp_path / "runs.jsonl").write_text("{")
+    assert refused("claims", "--folder", tmp_path).startswith(f"{tmp_path}/runs.jsonl: cannot be read: ")
 
 
 # --- the main job ----------------------------------------------------------------------------------------------------

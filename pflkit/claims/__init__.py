@@ -1,6 +1,7 @@
 """The papers' claims as checks on results: measured runs in, a verdict and the numbers behind it out.
 
     check("AH7", {"fedavg": [History, one a seed], "fedper": [...], ...}) -> Verdict
+    check("AH9", {"a set's name": {"fedavg": [...], ...}, "another's": {...}}) -> Verdict    it compares sets
 
     reproduced / not reproduced        the claim's own data set and model, full data, the split and protocol of the
                                        paper or of its released code, every method's settings at their defaults, at
@@ -9,12 +10,16 @@
     agrees / disagrees at reduced scale  a real data set and at least 3 seeds
     not tested                         anything less, and every tie within noise
 
-Four rules decide what a comparison says. Its values, one a seed, are mostly differences of runs that share seed, split
-and initial model, in percentage points, and its interval is the 95 % t interval of their mean over seeds.
+These rules decide what a comparison says. Its values, one a seed, are mostly differences of runs that share seed, split
+and initial model, in percentage points, and its interval is the 95 % t interval of their mean over seeds. Runs of
+different sets share the seed's number and mostly not the split: pairing them makes no interval too narrow.
 
     above   a − b:  holds if the interval lies above 0, is contradicted if it lies below; else it is within noise
     close   a − b:  holds if the interval lies within ± MARGIN, is contradicted if it lies wholly outside; else open
     always          must hold in every run. An identity of the ledger is exact: neither scale nor seeds matter
+    most            "most methods" are more than half of those that were run, each decided by `above`. Holds if so many
+                    hold; is contradicted if too few would even if all within noise did; else open
+    spread          AH14 alone: a standard deviation over seeds is above or below a bound if its 95 % χ² interval is
     at most, below  PA6 alone. In every run, over all its updates, the largest change must be at most a bound of
                     rounding, else the claim is contradicted; and the smallest must be below minus it, else open
 
@@ -23,9 +28,11 @@ narrow one. Its margin of 1 point is ours; a 95 % interval is stricter than the 
 90 %. A claim of several comparisons holds if all do, and is contradicted if one is; with many of them the latter
 happens by chance more often than 2.5 % of the time, so read the numbers.
 
-A claim is checked with those of its methods that were run, in those of its parts that a run can check. The verdict then
-says how many of them there were, and speaks of no others. Accuracy is a History's one number: mean over clients, last
-round, at the method's own point (the papers report the best round on test data, which flatters).
+A claim is checked with those of its methods that were run (in every set, where it compares sets), in those of its parts
+that the runs can check. The verdict then says how many of them there were, and speaks of no others. A paper's absolute
+numbers are compared at full scale only, each by `close`; below it only the signs count. Accuracy is a History's one
+number: mean over clients, last round, at the method's own point (the papers report the best round on test data, which
+flatters).
 """
 
 from dataclasses import dataclass
@@ -33,14 +40,15 @@ from dataclasses import dataclass
 import pandas as pd
 
 from pflkit.checks import choice
-from pflkit.claims import fedah, fedapa, fedgh
-from pflkit.claims.comparisons import compare, differences, mismatch
+from pflkit.claims import fedah, fedah_costs, fedah_sets, fedapa, fedgh
+from pflkit.claims.comparisons import Unchecked, compare, differences, mismatch, mismatch_of_sets
 from pflkit.claims.fedapa import label_similarity
-from pflkit.claims.scale import falls_short, lacks
+from pflkit.claims.scale import NUMBERS, falls_short, lacks, values_of
 
 __all__ = ["CLAIMS", "Verdict", "check", "compare", "differences", "label_similarity", "numbers", "table"]
 
-CLAIMS = {claim.id: claim for paper in (fedah, fedgh, fedapa) for claim in paper.CLAIMS}
+_FEDAH = sorted((*fedah.CLAIMS, *fedah_costs.CLAIMS, *fedah_sets.CLAIMS), key=lambda claim: int(claim.id[2:]))
+CLAIMS = {claim.id: claim for claim in (*_FEDAH, *fedgh.CLAIMS, *fedapa.CLAIMS)}
 
 
 @dataclass(frozen=True)
@@ -62,27 +70,85 @@ class Verdict:
 def check(claim_id, runs):
     """The Verdict on a claim of CLAIMS by `runs`: {method: [History, one a seed]}, seeds in one order for all methods.
 
+    For a claim that compares sets (it `varies` a key of the configuration): {any name: such runs}, a set for a value.
+
     Methods that the claim does not name are ignored. Raises ValueError for an unknown claim and for runs under another
     method's name.
     """
     claim = CLAIMS[choice("claim_id", claim_id, CLAIMS)]
-    there = {name: list(runs[name]) for name in claim.methods if runs.get(name)}
-    for name, histories in there.items():
-        for history in histories:
-            if history.config["method"] != name:
-                raise ValueError(f"runs[{name!r}]: holds a run of {history.config['method']!r}")
-    lacking = mismatch(there) if there else ["none of its methods was run"]
-    found = () if lacking else claim.measure(there) or "too few of its methods"
-    comparisons, lacking = ((), [found]) if isinstance(found, str) else (tuple(found), lacking)
-    lacking = lacking or ([] if claim.exact else lacks(claim, there))
-    short = [] if claim.exact or lacking else falls_short(claim, there)
+    sets = _sets(claim, runs)
+    there = {name for runs in sets.values() for name in runs}
+    none = f"none of its methods was run{' in every set' if claim.varies else ''}"
+    lacking = _lacking(claim, sets) if there else [none]
+    found = () if lacking else _measured(claim, sets) or "too few of its methods"
+    found, lacking = ((), [found]) if isinstance(found, str) else (found, lacking)
+    unchecked = {c.part: f" ({c.why})" for c in found if isinstance(c, Unchecked)}
+    comparisons = tuple(c for c in found if not isinstance(c, Unchecked))
+    lacking = lacking or ([] if claim.exact else _asked(lacks, claim, sets))
+    short = [] if claim.exact or lacking else _asked(falls_short, claim, sets)
+    if (short or lacking) and any(c.full for c in comparisons):
+        comparisons = tuple(c for c in comparisons if not c.full)
+        unchecked[NUMBERS] = " (compared at full scale only)"
+    unchecked |= {text: "" for text, needs in claim.parts if needs is None or not there >= set(needs)}
     verdict, why = _decide(comparisons, lacking, short)
-    unchecked = [text for text, needs in claim.parts if needs is None or not there.keys() >= set(needs)]
     missing = [name for name in claim.methods if name not in there]
-    why += [f"not checked: {text}" for text in unchecked] + ([f"without {', '.join(missing)}"] if missing else [])
+    why += [f"not checked: {part}{reason}" for part, reason in unchecked.items()]
+    why += [f"without {', '.join(missing)}"] if missing else []
+    why += [claim.remark] if claim.remark and comparisons else []
     coverage = [f"{len(claim.parts) - len(unchecked)} of {len(claim.parts)} parts"] if unchecked else []
     coverage += [f"{len(there)} of {len(claim.methods)} methods"] if missing else []
     return Verdict(claim.id, claim.text, verdict, "; ".join(why), ", ".join(coverage), comparisons)
+
+
+def _sets(claim, runs):
+    """{set's name: {method: [History]}} of the claim's methods that were run in every set; one set's name is ""."""
+    sets = runs if claim.varies else {"": runs}
+    for name, group in sets.items():
+        if not isinstance(group, dict):
+            raise ValueError(f"runs[{name!r}]: must be a set, {{method: [History, ...]}}; {claim.id} compares sets")
+    here = [m for m in claim.methods if sets and all(group.get(m) for group in sets.values())]
+    sets = {name: {m: list(group[m]) for m in here} for name, group in sets.items()}
+    for label, group in sets.items():
+        for name, histories in group.items():
+            for history in histories:
+                if history.config["method"] != name:
+                    where = f"[{label!r}]" if claim.varies else ""
+                    raise ValueError(f"runs{where}[{name!r}]: holds a run of {history.config['method']!r}")
+    return sets
+
+
+def _lacking(claim, sets):
+    """Why these runs cannot be compared, as a list."""
+    if not claim.varies:
+        return mismatch(sets[""])
+    if lacking := mismatch_of_sets(sets, claim.varies):
+        return lacking
+    key, named = claim.varies[0], {}
+    for name, value in _values(claim, sets).items():
+        named.setdefault(value, []).append(name)
+    twice = [f"{' and '.join(names)} have one {key}: {value}" for value, names in named.items() if len(names) > 1]
+    return twice or ([f"one {key} only: {next(iter(named))}"] if len(named) < 2 else [])
+
+
+def _values(claim, sets):
+    """{set's name: its value of the key that the claim varies}."""
+    return {name: values_of(next(iter(runs.values()))[0].config).get(claim.varies[0]) for name, runs in sets.items()}
+
+
+def _measured(claim, sets):
+    if not claim.varies:
+        return claim.measure(sets[""])
+    values = _values(claim, sets)
+    return claim.measure({values[name]: sets[name] for name in sorted(sets, key=values.get)})
+
+
+def _asked(ask, claim, sets):
+    """What `ask` says of the sets, each text once, with the sets' names where it is not about all of them."""
+    about = {}
+    for name, runs in sets.items():
+        for text in ask(claim, runs):
+            about.setdefault(text, []).append(name)
+    return [text if len(names) == len(sets) else f"{text} ({', '.join(names)})" for text, names in about.items()]
 
 
 def table(verdicts):
@@ -92,13 +158,17 @@ def table(verdicts):
 
 
 def numbers(verdicts):
-    """A row per comparison behind `verdicts`: its mean over seeds, 95 % interval and rule, and whether that is met."""
+    """A row per comparison behind `verdicts`: its mean over seeds, 95 % interval and rule, and whether that is met.
+
+    A rule with "(counted)" decides nothing by itself: it counts towards the row above it that says how many must hold.
+    """
     met, rows = {True: "yes", False: "no", None: "open"}, []
     shown = {"bytes": lambda x: round(x, 0), "points": lambda x: round(x, 2)}
     for v in verdicts:
         for c in v.numbers:
             ends = map(shown.get(c.unit, lambda x: float(f"{x:.3g}")), (c.mean, c.low, c.high))
-            rows.append([v.id, c.what, c.unit, len(c.values), *ends, c.rule, met[c.holds]])
+            rule = f"{c.rule} (counted)" if c.counted else c.rule
+            rows.append([v.id, c.what, c.unit, len(c.values), *ends, rule, met[c.holds]])
     columns = ["id", "comparison", "unit", "seeds", "mean", "low", "high", "rule", "met"]
     return pd.DataFrame(rows, columns=columns).set_index("id")
 
@@ -107,6 +177,9 @@ def _decide(comparisons, lacking, short):
     """(verdict, why) of comparisons, what is lacking for any verdict, and what is short of the full scale."""
     if lacking:
         return "not tested", lacking
+    comparisons = [c for c in comparisons if not c.counted]
+    if not comparisons:
+        return "not tested", []
     against = [c.what for c in comparisons if c.holds is False]
     undecided = [_tie(c) for c in comparisons if c.holds is None]
     if undecided and not against:

@@ -1,7 +1,9 @@
 """Numbers of paired runs, one a seed, and what they say: ahead, close, always, or within noise."""
 
 import math
-from dataclasses import dataclass
+import statistics
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import pandas as pd
 from scipy import stats
@@ -14,7 +16,10 @@ MARGIN = 1.0  # points: ours
 
 @dataclass(frozen=True)
 class Comparison:
-    """One number a seed, the 95 % t interval of their mean, and what that says: holds is True, False or None (open)."""
+    """One number a seed, the 95 % t interval of their mean, and what that says: holds is True, False or None (open).
+
+    counted: decides nothing itself, but counts towards another one. full: decides at full scale, left out below it.
+    """
 
     what: str
     unit: str
@@ -24,6 +29,15 @@ class Comparison:
     low: float
     high: float
     holds: bool | None
+    counted: bool = False
+    full: bool = False
+
+
+class Unchecked(NamedTuple):
+    """A part of a claim that these runs cannot check, and why."""
+
+    part: str
+    why: str
 
 
 def differences(runs, reference):
@@ -65,11 +79,54 @@ def compare(what, ours, theirs, point=None):
     return above(what, gaps(ours, theirs, point))
 
 
-def above(what, values, unit="points"):
-    """Holds if the interval of `values` lies above 0, is contradicted if it lies below."""
+def above(what, values, unit="points", than=0):
+    """Holds if the interval of `values` lies above `than`, is contradicted if it lies below."""
     mean, low, high = interval(values)
-    holds = True if low > 0 else False if high < 0 else None
-    return Comparison(what, unit, "above 0", tuple(values), mean, low, high, holds)
+    holds = True if low > than else False if high < than else None
+    return Comparison(what, unit, f"above {than:g}", tuple(values), mean, low, high, holds)
+
+
+def ahead(pairs, runs, text=""):
+    """ "above" for each pair (a, b) of methods that both were run: a − b."""
+    here = [(a, b) for a, b in pairs if a in runs and b in runs]
+    return [compare(f"{text}{a} − {b}", runs[a], runs[b]) for a, b in here]
+
+
+def first(name, runs, text=""):
+    """`name` is above every other method that was run."""
+    return ahead([(name, other) for other in runs if other != name], runs, text)
+
+
+def count(what, comparisons, least):
+    """At least so many of `comparisons`, all of them "above 0", hold; each is decided by its own interval.
+
+    Holds if so many do, is contradicted if too few would even if all that are open did, else is open. low: how many
+    hold; high: how many may; a run's value: in how many of them it is above 0. They follow, counted.
+    """
+    if not comparisons:
+        return []
+    low, high = sum(c.holds is True for c in comparisons), sum(c.holds is not False for c in comparisons)
+    values = tuple(sum(v > 0 for v in seed) for seed in zip(*(c.values for c in comparisons), strict=True))
+    holds = True if low >= least else False if high < least else None
+    rule, mean = f"at least {least} of {len(comparisons)}", sum(values) / len(values)
+    whole = Comparison(what, "methods", rule, values, mean, low, high, holds)
+    return [whole, *(replace(c, counted=True) for c in comparisons)]
+
+
+def most(what, comparisons):
+    """More than half of `comparisons` hold."""
+    return count(what, comparisons, len(comparisons) // 2 + 1)
+
+
+def spread(what, values, rule, than):
+    """The standard deviation of `values` is "above" or "below" `than`, as `rule` says: by its 95 % χ² interval."""
+    n, (deviation, low, high) = len(values), (math.nan, 0.0, math.inf)
+    if n > 1:
+        deviation = statistics.stdev(values)
+        low, high = (deviation * math.sqrt((n - 1) / float(stats.chi2.ppf(q, n - 1))) for q in (0.975, 0.025))
+    over = True if low > than else False if high < than else None
+    holds = None if over is None else over is (rule == "above")
+    return Comparison(what, "points", f"{rule} {than:g}", tuple(values), deviation, low, high, holds)
 
 
 def close(what, values, margin=MARGIN, to=0.0, unit="points"):
@@ -81,11 +138,11 @@ def close(what, values, margin=MARGIN, to=0.0, unit="points"):
     return Comparison(what, unit, rule, tuple(values), mean, low, high, holds)
 
 
-def always(what, values, rule):
-    """Holds if all `values`, in bytes, are "below 0", "equal 0" or "above 0", as `rule` says; else is contradicted."""
+def always(what, values, rule, unit="bytes"):
+    """Holds if all `values` are "below 0", "equal 0" or "above 0", as `rule` says; else is contradicted."""
     fits = {"below 0": lambda v: v < 0, "equal 0": lambda v: v == 0, "above 0": lambda v: v > 0}[rule]
     mean = sum(values) / len(values)
-    return Comparison(what, "bytes", rule, tuple(values), mean, min(values), max(values), all(map(fits, values)))
+    return Comparison(what, unit, rule, tuple(values), mean, min(values), max(values), all(map(fits, values)))
 
 
 def traffic(what, ours, theirs, rule, ways=("down", "up")):
@@ -133,7 +190,34 @@ def mismatch(runs):
     return []
 
 
-def _undrawn(part):
-    """Part of a configuration without what depends on the seed."""
-    drawn = ("seed", "redraws", "moved", "fingerprint", "weights")
-    return {k: v for k, v in part.items() if k not in drawn} if isinstance(part, dict) else part
+def mismatch_of_sets(sets, varies):
+    """Why sets {name: runs}, of the same methods, cannot be compared, as a list; empty if they can.
+
+    They must differ in the keys `varies` of the configuration and nothing else, and each in the first of them.
+    """
+    if lacking := [f"{name}: {why}" for name, runs in sets.items() for why in mismatch(runs)]:
+        return lacking
+    (first, own), *others = sets.items()
+    seeds = [h.config["seed"] for h in next(iter(own.values()))]
+    for name, runs in others:
+        if [h.config["seed"] for h in next(iter(runs.values()))] != seeds:
+            return [f"{name} and {first} were not run on the same seeds"]
+        for method in own:
+            a, b = (group[method][0].config for group in (runs, own))
+            differ = [k for k, v in fixed(a, varies).items() if v != fixed(b, varies)[k]]
+            if differ:
+                return [f"{name} and {first} differ in more than {' and '.join(varies)}: {', '.join(differ)}"]
+            if a["settings"] != b["settings"]:
+                return [f"{method} has other settings in {name} than in {first}"]
+    return []
+
+
+def fixed(config, varies=()):
+    """The design in a configuration, without what depends on the seed and without the keys `varies`."""
+    return {k: _undrawn(config[k], varies) for k in DESIGN if k not in varies}
+
+
+def _undrawn(part, more=()):
+    """Part of a configuration without what depends on the seed, and without `more`."""
+    left_out = ("seed", "redraws", "moved", "fingerprint", "weights", *more)
+    return {k: v for k, v in part.items() if k not in left_out} if isinstance(part, dict) else part

@@ -47,10 +47,10 @@ def _extractor_only(runs):
 
 
 def _extractor(history):
-    """The parameters of the extractor: the model's without those of a linear head; None for other heads and widths."""
+    """The parameters of the extractor: the model's without those of a linear head; None for others."""
     model = history.config["model"]
     r, K, size = model["features"][0], model["classes"], model["parameters"][0]
-    linear = model["modules"][-1] == f"Linear(in_features={r}, out_features={K}, bias=True)"
+    linear = model.get("modules", [""])[-1] == f"Linear(in_features={r}, out_features={K}, bias=True)"
     return size - (r + 1) * K if linear and history.config["dtype"] == "torch.float32" else None
 
 
@@ -75,6 +75,8 @@ def _reflects(runs):
     """A run's value: Pearson's correlation of the final a_ij, i ≠ j, with the similarity of i's and j's labels."""
     values = []
     for h in runs["fedapa"]:
+        if h.state is None:
+            return "the runs' states were not kept"
         A = h.state.server["A"].cpu().double().numpy()
         others = ~np.eye(len(A), dtype=bool)
         pair = {"weights": A[others], "label similarities": label_similarity(h.labels)[others]}
@@ -92,6 +94,8 @@ def _lowers(runs):
 
     A run's values: the largest and the smallest relative change by an update. Clients that never joined yet count as 0.
     """
+    if any(h.watch.empty for h in runs["fedapa"]):
+        return "what the runs watched was not kept"
     changes = [h.watch[h.watch["name"] == "proxy change"] for h in runs["fedapa"]]
     largest, smallest = [float(c["q100"].max()) for c in changes], [float(c["q00"].min()) for c in changes]
     found = []

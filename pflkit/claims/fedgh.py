@@ -37,6 +37,8 @@ def _prototypes(runs):
     """Every client's bytes in every round it joined; a run's value is its largest deviation, be it up or down."""
     if any(h.config["dtype"] != "torch.float32" for h in runs["fedgh"]):
         return "the runs are not of 32 bits a number"
+    if any(h.labels is None or not h.labels.size for h in runs["fedgh"]):
+        return "the runs' labels were not kept"
     up, down, beyond = zip(*map(_header, runs["fedgh"]), strict=True)
     return [
         always("fedgh: up − 4 (S + S r)", up, "equal 0"),

@@ -8,6 +8,7 @@ from pflkit import costs, data, images, text
 from pflkit.methods import METHODS
 
 PATIENCE = 100  # evaluations without a new best: FedAH's released code; its paper: "an early stopping mechanism"
+NUMBERS = "the paper's numbers"  # the part of a claim that compares them: at full scale only
 SIZES = {  # which data sets are real, and how many samples are full data: all that the loader yields where all is there
     "digits": 1_797,
     "mnist": sum(data.MNIST_SIZES.values()),
@@ -35,10 +36,14 @@ class Paper:
 class Claim:
     """What a paper says, and what it takes to reproduce it.
 
-    methods: all it speaks of. measure(runs): the comparisons that the runs there are allow, or a text: why none.
-    settings: the (data set, model) pairs of the paper. parts: where it says several things, each as (text, methods it
-    takes, or None if no run checks it). Claims about strong heterogeneity are `skewed`, about what follows convergence
-    `settled`, about the ledger `exact`.
+    methods: all it speaks of. measure(runs): the comparisons that the runs there are allow, among them an Unchecked for
+    each of its parts that they do not; or a text: why none. settings: the (data set, model) pairs of the paper. parts:
+    where it says several things, each as (text, methods it takes, or None if no run checks it). remark: how to read its
+    numbers. Claims about strong heterogeneity are `skewed`, about what follows convergence `settled`, about the ledger
+    `exact`.
+
+    varies: of a claim that compares sets of runs, the key of the configuration that tells them apart, and others that
+    may differ with it, none else. Its measure takes {value of that key: runs}, values in order.
     """
 
     id: str
@@ -51,6 +56,23 @@ class Claim:
     skewed: bool = False
     settled: bool = False
     exact: bool = False
+    varies: tuple = ()
+    remark: str = ""
+
+
+def values_of(config):
+    """What a protocol fixes or a claim varies, by name, of a configuration; dataset: (data set, model)."""
+    of_data = {"dataset": (config["dataset"]["name"], config["model"]["name"]), "rounds": config["rounds"]}
+    of_clients = {"clients": config["clients"], "join_ratio": tuple(config["join_ratio"])}
+    return config["partition"] | config["training"] | of_data | of_clients | {"partition": config["partition"]["name"]}
+
+
+def departures(claim, config):
+    """{key: how the configuration departs from what the claim's paper fixes}, but for the key that the claim varies."""
+    have = values_of(config)
+    wanted = claim.paper.protocol(*have["dataset"], have["partition"])
+    wanted = {k: v for k, v in wanted.items() if k not in claim.varies[:1]}
+    return {k: f"{k} {have.get(k)}, the protocol: {v}" for k, v in wanted.items() if have.get(k) != v}
 
 
 def lacks(claim, there):
@@ -64,7 +86,7 @@ def lacks(claim, there):
         lacking.append(f"{seeds} of at least 3 seeds")
     if claim.skewed and partition["name"] != "pathological" and not partition.get("beta", math.inf) <= 0.1:
         lacking.append("clients are not strongly heterogeneous (pathological, or Dirichlet with beta up to 0.1)")
-    return lacking + (_unsettled(histories) if claim.settled else [])
+    return lacking + (unsettled(histories) if claim.settled else [])
 
 
 def falls_short(claim, there):
@@ -79,10 +101,7 @@ def falls_short(claim, there):
     held = [h.clients.drop_duplicates("client")[["n_train", "n_test"]].to_numpy().sum() for h in histories]
     if min(held) < SIZES[name]:
         short.append("a part of the data")
-    have = partition | config["training"] | {"partition": partition["name"], "clients": config["clients"]}
-    have |= {"join_ratio": tuple(config["join_ratio"])}
-    wanted = claim.paper.protocol(name, model, partition["name"])
-    short += [f"{k} {have.get(k)}, the protocol: {v}" for k, v in wanted.items() if have.get(k) != v]
+    short += departures(claim, config).values()
     if (least := partition.get("min_size", 0)) > claim.paper.min_size:
         short.append(f"min_size {least}, the protocol: at most {claim.paper.min_size}")
     if name in data.LOADERS:
@@ -93,10 +112,11 @@ def falls_short(claim, there):
         short += [f"{method}'s {k} {own.get(k)}, its default: {v}" for k, v in default.items() if own.get(k) != v]
     if (seeds := min(len(group) for group in there.values())) < 5:
         short.append(f"{seeds} of at least 5 seeds")
-    return short + _unsettled(histories)
+    return short + unsettled(histories)
 
 
-def _unsettled(histories):
+def unsettled(histories):
+    """Why nothing can be said of what follows convergence, as a list; empty if all have converged."""
     left = sum(costs.rounds_to_convergence(h, PATIENCE) is None for h in histories)
     rule = f"the stopping rule of FedAH's released code: {PATIENCE} evaluations without a new best"
     return [f"{left} of {len(histories)} runs not converged ({rule})"] if left else []

@@ -1,0 +1,107 @@
+"""All claims by all that lies in a folder of evidence."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+
+from pflkit import evidence
+from pflkit.checks import choice
+from pflkit.claims import CLAIMS, Verdict, check
+from pflkit.claims import numbers as numbers_of
+from pflkit.claims import table as table_of
+from pflkit.claims.comparisons import fixed
+from pflkit.claims.scale import departures, values_of
+
+TABLES = ("partition", "beta", "classes", "clients", "join_ratio", "epochs")  # what the papers' tables vary
+
+
+def report(folder=evidence.FOLDER, ids=()):
+    """[(the sets' names, Verdict)]: each claim of `ids`, without any all, by each set that it can be checked with.
+
+    Where there are sets of a claim's own data set, model, partition, clients, join ratio and epochs, it is checked with
+    them alone, else with all there are. A claim that compares sets is checked with each group of them that differ in
+    what it varies. A claim without sets is "not tested", once; sets without numbers of which the same is said are told
+    together.
+    """
+    ids = [choice("id", claim_id, CLAIMS) for claim_id in ids] or list(CLAIMS)
+    sets, found = read(folder), []
+    for claim in (CLAIMS[claim_id] for claim_id in dict.fromkeys(ids)):
+        here = {name: runs for name, runs in sets.items() if any(runs.get(method) for method in claim.methods)}
+        groups = _groups(claim, here) if claim.varies else [[name] for name in here]
+        groups = [group for group in groups if _own(claim, group, here)] or groups
+        told = {}
+        for group in groups:
+            runs = {name: here[name] for name in group}
+            verdict = check(claim.id, runs if claim.varies else runs[group[0]])
+            alike = (verdict.why, group[0] if verdict.numbers else None)
+            told.setdefault(alike, (verdict, []))[1].append(", ".join(group))
+        found += [("; ".join(names), verdict) for verdict, names in told.values()]
+        if not groups:
+            why = f"no sets that differ in {claim.varies[0]} alone" if here else "no runs"
+            found.append(("", Verdict(claim.id, claim.text, "not tested", why, "", ())))
+    return found
+
+
+def read(folder):
+    """{name: the set's runs} of all sets under `folder`, by name; {} where there is no such folder."""
+    folder, sets = Path(folder), {}
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"folder={str(folder)!r}: is not a folder")
+    for path in sorted(folder.rglob("runs.jsonl")):
+        try:
+            sets[path.parent.relative_to(folder).as_posix()] = evidence.load(path.parent)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: cannot be read: {error}") from None
+    return sets
+
+
+def table(found):
+    """A row a claim and set: the verdict, how many of the comparisons that decide are met, not, or open, and why."""
+    rows = table_of([verdict for _, verdict in found])
+    deciding = [[c.holds for c in verdict.numbers if not c.counted] for _, verdict in found]
+    words = {True: "met", False: "not met", None: "open"}
+    counts = [", ".join(f"{holds.count(v)} {word}" for v, word in words.items() if v in holds) for holds in deciding]
+    rows.insert(1, "sets", [names for names, _ in found])
+    rows.insert(3, "numbers", counts)
+    return rows
+
+
+def numbers(found):
+    """A row a comparison behind the verdicts, with the sets' names."""
+    tables = [numbers_of([verdict]) for _, verdict in found]
+    for (names, _), one in zip(found, tables, strict=True):
+        one.insert(0, "sets", names)
+    return pd.concat([one for one in tables if not one.empty] or tables)
+
+
+def lines(found):
+    """All of it as lines of text."""
+    told = None
+    for names, verdict in found:
+        if told != verdict.id:
+            yield f"{verdict.id}  {verdict.text}"
+        told = verdict.id
+        yield f"  {names or 'no sets'}: {verdict}{f'; {verdict.why}' if verdict.why else ''}"
+        for n in numbers_of([verdict]).itertuples():
+            yield f"    {n.comparison}: {n.mean:g} [{n.low:g}, {n.high:g}] {n.unit}, {n.rule}: {n.met}"
+
+
+def _own(claim, group, sets):
+    """Whether one of the group's sets is of the claim's own design."""
+    configs = [_config(claim, sets[name]) for name in group]
+    return any(values_of(c)["dataset"] in claim.settings and not departures(claim, c).keys() & TABLES for c in configs)
+
+
+def _groups(claim, sets):
+    """Lists of sets that differ in what the claim varies and nothing else, two values of it at least."""
+    alike = {}
+    for name, runs in sets.items():
+        config = _config(claim, runs)
+        value = values_of(config).get(claim.varies[0])
+        alike.setdefault(json.dumps(fixed(config, claim.varies), sort_keys=True), {})[name] = value
+    return [list(group) for group in alike.values() if len(set(group.values())) > 1]
+
+
+def _config(claim, runs):
+    return next(runs[method][0].config for method in claim.methods if runs.get(method))
