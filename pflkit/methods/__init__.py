@@ -32,6 +32,7 @@ import typing
 from pflkit.checks import choice
 from pflkit.methods.fedah import FedAH
 from pflkit.methods.fedala import FedALA
+from pflkit.methods.fedamp import FedAMP
 from pflkit.methods.fedapa import FedAPA
 from pflkit.methods.fedavg import FedAvg
 from pflkit.methods.fedavg_ft import FedAvgFT
@@ -40,12 +41,15 @@ from pflkit.methods.fedper import FedPer
 from pflkit.methods.fedprox import FedProx
 from pflkit.methods.fedrep import FedRep
 from pflkit.methods.local import Local
+from pflkit.methods.moon import MOON
 
 METHODS = {
     "local": Local,
     "fedavg": FedAvg,
     "fedavg_ft": FedAvgFT,
     "fedprox": FedProx,
+    "moon": MOON,
+    "fedamp": FedAMP,
     "fedala": FedALA,
     "fedper": FedPer,
     "fedrep": FedRep,
