@@ -35,6 +35,7 @@ from pflkit.methods.apple import APPLE
 from pflkit.methods.ditto import Ditto
 from pflkit.methods.fedah import FedAH
 from pflkit.methods.fedala import FedALA
+from pflkit.methods.fedamp import FedAMP
 from pflkit.methods.fedapa import FedAPA
 from pflkit.methods.fedavg import FedAvg
 from pflkit.methods.fedavg_ft import FedAvgFT
@@ -45,6 +46,7 @@ from pflkit.methods.fedper import FedPer
 from pflkit.methods.fedprox import FedProx
 from pflkit.methods.fedrep import FedRep
 from pflkit.methods.local import Local
+from pflkit.methods.moon import MOON
 from pflkit.methods.perfedavg import PerFedAvg
 from pflkit.methods.pfedme import PFedMe
 
@@ -53,15 +55,17 @@ METHODS = {
     "fedavg": FedAvg,
     "fedavg_ft": FedAvgFT,
     "fedprox": FedProx,
-    "pfedme": PFedMe,
-    "ditto": Ditto,
-    "fedfomo": FedFomo,
-    "apple": APPLE,
+    "moon": MOON,
     "perfedavg": PerFedAvg,
     "fedmeta": FedMeta,
-    "fedala": FedALA,
+    "pfedme": PFedMe,
+    "ditto": Ditto,
+    "fedamp": FedAMP,
+    "fedfomo": FedFomo,
+    "apple": APPLE,
     "fedper": FedPer,
     "fedrep": FedRep,
+    "fedala": FedALA,
     "fedah": FedAH,
     "fedgh": FedGH,
     "fedapa": FedAPA,

@@ -34,6 +34,8 @@ PAYLOAD = {
     "fedala": lambda r, h, p: (p, p),
     "fedgh": lambda r, h, p: (h, 1 + (h - 10) // 10),  # each client here has one class: one label, one prototype
     "fedapa": lambda r, h, p: (r, r),
+    "fedamp": lambda r, h, p: (p, p),
+    "moon": lambda r, h, p: (p, p),
 }
 
 # Settings with which nothing changes where clients do not train.

@@ -33,7 +33,7 @@ def images(federation):
     return lambda **options: federation(x, (8, 8, 5), model, {"lr": 0.01, "batch_size": 4}, device="cpu", **options)
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedrep", "fedah"])
+@pytest.mark.parametrize("name", ["fedavg", "fedrep", "fedah", "moon"])
 def test_a_resnets_statistics_are_averaged_with_its_extractor(name, images, one_thread):
     fed, method, n = images(), make(name), torch.tensor([8.0, 8.0, 5.0], dtype=torch.float64)
     state = fed.start(method)
