@@ -38,9 +38,15 @@ def leaves(tree):
 
 
 def like(tree, leaves):
-    """`leaves`, a list of tensors, as a tree of the structure of `tree`."""
+    """`leaves`, a list of tensors, as a tree of the structure of `tree`, which has as many; else ValueError."""
     following = iter(leaves)
-    return tree_map(lambda _: next(following), tree)
+    try:
+        made = tree_map(lambda _: next(following), tree)
+    except StopIteration:
+        raise ValueError(f"like: {len(leaves)} tensors are fewer than the tree has leaves") from None
+    if next(following, None) is not None:
+        raise ValueError(f"like: {len(leaves)} tensors are more than the tree has leaves")
+    return made
 
 
 def take(tree, ids):
