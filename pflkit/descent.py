@@ -85,7 +85,8 @@ def one_by_one(d, each, dropout):
                     velocity = _step(d, moving, _gradients(value, moving), velocity, pull)
                 else:
                     stepped, value, extras = _stepped(d, own, drawn, still)
-                    own = trees.tree_map(lambda t: t.detach().clone(), stepped)  # a step may return what it was given
+                    # In new memory, for a step may return what it was given; laid out as the old.
+                    own = trees.tree_map(lambda old, new: torch.empty_like(old).copy_(new.detach()), own, stepped)
                 sizes.append(len(drawn[0][1]))
                 for name, amount in {"loss": value, **extras}.items():
                     values.setdefault(name, []).append(torch.as_tensor(amount).detach())

@@ -17,10 +17,10 @@ from dataclasses import asdict, is_dataclass
 
 import torch
 
-from pflkit import checks, data, federation, messages, models, partition, streams, training, trees
+from pflkit import checks, data, descent, federation, messages, models, partition, streams, training, trees
 from pflkit.methods import METHODS
 
-PACKAGE = (trees, checks, streams, data, partition, models, messages, training, federation)
+PACKAGE = (trees, checks, streams, data, partition, models, messages, descent, training, federation)
 INNER = {name for name in vars(torch.nn.Module()) if not name.endswith("hooks")}  # torch's own, in every module
 PLAIN = bool | int | float | str | tuple | None
 
@@ -53,7 +53,7 @@ def describe(method, fed, rounds, eval_every=1):
         "rounds": rounds,
         "eval_every": eval_every,
         "seed": fed.seed,
-        "engine": "+".join(sorted({group.engine.name for group in fed.groups})),
+        "engine": "+".join(sorted({name for group in fed.groups for name in group.engine.names()})),
         "device": fed.device.type,
         "dtype": str(fed.dtype),
         "versions": ["{}.{}".format(*sys.version_info), torch.__version__],

@@ -87,6 +87,10 @@ class Engine:
         """Whether any training is stacked."""
         return self.wanted == "stacked" or (self.wanted == "auto" and self.width >= self.WIDTH)
 
+    def names(self):
+        """What a run's result depends on, if only by rounding."""
+        return [self.name, *(["stacked"] if self.may_stack() else [])]
+
     def stacks(self, loss, numbers, vectors):
         """Whether clients train all at once on `loss`: `numbers` trained ones each; vectors: inputs are [B, r]."""
         small = numbers <= self.NUMBERS and (vectors or not self.convolutional)
@@ -154,9 +158,9 @@ class Clients:
         """
         integer("draws", draws, 1)
         if not callable(step):
-            raise ValueError(f"step={step!r}: must be a function")
-        for key in rule.keys() - {"batch_size", "drop_last"}:
-            raise TypeError(f"{key}={rule[key]!r}: steps has no such argument")
+            raise ValueError(f"step: must be a function, not a {type(step).__name__}")
+        if other := rule.keys() - {"batch_size", "drop_last"}:
+            raise TypeError(f"{min(other)}: steps has no such argument")
         descent = self._descent(state, fixed, phase, epochs, rule, loss=None, step=step, draws=draws)
         return self._run(descent, phase, phase)
 

@@ -39,12 +39,12 @@ def leaves(tree):
 
 def like(tree, leaves):
     """`leaves`, a list of tensors, as a tree of the structure of `tree`, which has as many; else ValueError."""
-    following = iter(leaves)
+    rest = list(reversed(leaves))
     try:
-        made = tree_map(lambda _: next(following), tree)
-    except StopIteration:
+        made = tree_map(lambda _: rest.pop(), tree)
+    except IndexError:
         raise ValueError(f"like: {len(leaves)} tensors are fewer than the tree has leaves") from None
-    if next(following, None) is not None:
+    if rest:
         raise ValueError(f"like: {len(leaves)} tensors are more than the tree has leaves")
     return made
 
