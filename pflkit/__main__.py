@@ -184,7 +184,8 @@ def run(method, pairs, join_ratio, **options):
     except FloatingPointError as error:
         raise click.ClickException(str(error)) from None  # diverged: no bad input, ends with 1
     numbers = history.summary()
-    shown = [f"{name}={numbers[name]:.4f}" for name in ("accuracy", "before", "after", "best")]
+    points = [name for name in ("accuracy", "before", "after", "global", "best") if name in numbers]
+    shown = [f"{name}={numbers[name]:.4f}" for name in points]
     shown += [f"{name}={numbers[name]}" for name in ("bytes_up", "bytes_down")]
     click.echo(" ".join([*shown, f"seconds={numbers['seconds']:.1f}"]))
 

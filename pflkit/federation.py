@@ -193,8 +193,12 @@ class Federation:
     def kinds(self, held):
         """{"": held models, or the personal ones where there are both; "_global": then the global ones}."""
         parts = self.parts(held)
-        if not isinstance(parts[0], dict) or parts[0].keys() != KINDS.keys():
+        if not any(isinstance(part, dict) for part in parts):
             return {"": held}
+        for part in parts:
+            if not isinstance(part, dict) or part.keys() != KINDS.keys():
+                names = list(part) if isinstance(part, dict) else "one model"
+                raise ValueError(f"a method's model: must be (extractor, head), or both {list(KINDS)}, is {names}")
         return {suffix: self.whole([part[kind] for part in parts]) for kind, suffix in KINDS.items()}
 
     def clients(self, ids, round, rounds):

@@ -53,7 +53,7 @@ def describe(method, fed, rounds, eval_every=1):
         "rounds": rounds,
         "eval_every": eval_every,
         "seed": fed.seed,
-        "engine": "+".join(sorted({group.engine.kind for group in fed.groups})),
+        "engine": "+".join(sorted({name for group in fed.groups for name in group.engine.names()})),
         "device": fed.device.type,
         "dtype": str(fed.dtype),
         "versions": ["{}.{}".format(*sys.version_info), torch.__version__],

@@ -97,8 +97,10 @@ def look(name):
 def curves(runs, point=None, ax=None):
     """Accuracy by rounds of training: the mean over seeds, in a band of one standard deviation.
 
-    `runs` is {name: a History, or a list of them, one a seed}; `point` is "before" or "after" local training, by
-    default each method's own, which the legend then names. Methods are listed in the order of their last values.
+    `runs` is {name: a History, or a list of them, one a seed}; `point` is "before" or "after" local training, or
+    "before_global" or "after_global" for methods with a global model beside the personal ones (others are refused by
+    name); by default each method's own, which the legend then names. Methods are listed in the order of their last
+    values.
     """
     stats = tables.curves(runs, point).groupby(["method", "rounds"])["accuracy"].agg(["mean", "std"]).fillna(0) * 100
     with axes(ax) as ax:

@@ -13,9 +13,10 @@ def accuracy(runs):
     several. `runs`: {name: a History, or a list of them, one a seed}.
 
     own: after all rounds, at the method's own point; best: its best round on test data (optimistic); before: on
-    receiving what all rounds led to, before training on it; after: after the last round's local training; range: from
-    the worst client to the best at the method's own point; clients: how many `own` and `range` are about, for `after`
-    is known of the clients that joined the last round only.
+    receiving what all rounds led to, before training on it; after: after the last round's local training; global: as
+    before, of the global model, where a method has personal ones too (the column is there if any has); range: from the
+    worst client to the best at the method's own point; clients: how many `own` and `range` are about, for `after` is
+    known of the clients that joined the last round only.
     """
     rows = {}
     for name, histories in lists(runs).items():
@@ -26,10 +27,12 @@ def accuracy(runs):
             "best": _spread(seeds["best"]),
             "before": _spread(seeds["before"]),
             "after": _spread(seeds["after"]),
+            "global": _spread(seeds["global"]) if "global" in seeds else "",
             "range": f"{100 * clients.min():.0f} to {100 * clients.max():.0f}",
             "clients": round(len(clients) / len(histories)),
         }
-    return pd.DataFrame(rows).T.rename_axis("method")
+    table = pd.DataFrame(rows).T.rename_axis("method")
+    return table if table["global"].any() else table.drop(columns="global")
 
 
 def across(sets):
@@ -82,7 +85,7 @@ def seconds(runs):
 def curves(runs, point=None):
     """Accuracies behind a plot of curves: method, seed (0, 1, ...), rounds of training, accuracy (client mean)."""
     parts = [
-        history.curve(point).rename_axis("rounds").rename("accuracy").reset_index().assign(method=name, seed=seed)
+        _curve(name, history, point).assign(method=name, seed=seed)
         for name, histories in lists(runs).items()
         for seed, history in enumerate(histories)
     ]
@@ -97,7 +100,7 @@ def against_bytes(runs, point=None):
     for name, histories in lists(runs).items():
         for seed, history in enumerate(histories):
             sent = history.rounds.dropna(subset="joined").set_index("round")[["bytes_down", "bytes_up"]].sum(axis=1)
-            curve = history.curve(point).rename_axis("rounds").rename("accuracy").reset_index()
+            curve = _curve(name, history, point)
             so_far = sent.cumsum().reindex(curve["rounds"], fill_value=0).astype("int64").to_numpy()
             parts.append(curve.assign(method=name, seed=seed, bytes=so_far))
     return pd.concat(parts)[["method", "seed", "rounds", "bytes", "accuracy"]].reset_index(drop=True)
@@ -162,6 +165,14 @@ def lists(runs):
     if not isinstance(runs, dict):
         raise ValueError(f"runs: must be {{name: History, ...}}, not a {type(runs).__name__}")
     return {name: h if isinstance(h, list) else [h] for name, h in runs.items()}
+
+
+def _curve(name, history, point):
+    """A History's curve as columns rounds, accuracy. Raises ValueError naming the method that has no such point."""
+    try:
+        return history.curve(point).rename_axis("rounds").rename("accuracy").reset_index()
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _spread(values):

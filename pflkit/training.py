@@ -83,14 +83,13 @@ class Engine:
                 warnings.warn(f"model={model.name!r}: has dropout, so its clients train in a loop", stacklevel=2)
             self.name = self.wanted = "loop"
 
-    @property
-    def kind(self):
-        """What the rounding of results depends on."""
-        return "stacked" if self.may_stack() else self.name
-
     def may_stack(self):
         """Whether any training is stacked."""
         return self.wanted == "stacked" or (self.wanted == "auto" and self.width >= self.WIDTH)
+
+    def names(self):
+        """What a run's result depends on, if only by rounding."""
+        return [self.name, *(["stacked"] if self.may_stack() else [])]
 
     def stacks(self, loss, numbers, vectors):
         """Whether clients train all at once on `loss`: `numbers` trained ones each; vectors: inputs are [B, r]."""
@@ -147,7 +146,7 @@ class Clients:
             descent.rates = self._check_rates(descent, rates)
         if pull is not None:
             descent.pull = self._check_pull(params, *pull)
-        return self._run(descent, phase, log, functools.partial(_two_samples, descent), (loss, *descent.trained))
+        return self._run(descent, phase, log or phase)
 
     def steps(self, step, state, *fixed, draws=1, phase="train", epochs=None, **rule):
         """Each client's steps of another kind than SGD, from `state` [C, ...]: state <- step(...) for each batch.
@@ -155,12 +154,15 @@ class Clients:
         step(model, state, batches, *fixed) is of ONE client, and pure: it returns the new state, a tree like `state`,
         and a loss to record (or that and named extras), and changes nothing. batches: `draws` of them, independent and
         of one size, each (x [B, ...], y [B]). `descent.slope` gives gradients, `value_and_slope` the loss too. fixed,
-        phase, epochs as for `sgd`; of the `rule` only batch_size and drop_last matter, the step has its own rates.
+        phase, epochs as for `sgd`; the `rule` may override batch_size and drop_last only: a step has its own rates.
         """
         integer("draws", draws, 1)
+        if not callable(step):
+            raise ValueError(f"step: must be a function, not a {type(step).__name__}")
+        if other := rule.keys() - {"batch_size", "drop_last"}:
+            raise TypeError(f"{min(other)}: steps has no such argument")
         descent = self._descent(state, fixed, phase, epochs, rule, loss=None, step=step, draws=draws)
-        settings = [f for f in fixed if isinstance(f, numbers.Real)]  # such as how many gradients a step takes
-        return self._run(descent, phase, None, functools.partial(_two_samples, descent), (step, draws, *settings))
+        return self._run(descent, phase, phase)
 
     def _descent(self, params, fixed, phase, epochs, rule, **more):
         """A Descent of these clients, its values checked."""
@@ -181,16 +183,20 @@ class Clients:
         about = {"fixed": fixed, "data": self.data, "order": order, "epochs": epochs, "trained": trained, "rule": rule}
         return Descent(model=self.model, params=params, skip_singles=skip_singles, **about, **more)
 
-    def _run(self, descent, phase, log, two_samples, kind):
+    def _run(self, descent, phase, log):
         """The trained tree of a Descent; its losses and FLOPs are recorded."""
-        if not any(descent.trained) or not any(descent.epochs):
+        changes = any(descent.trained) if descent.step is None else descent.trained  # a step may count, with integers
+        if not changes or not any(descent.epochs):
             return trees.clone(descent.params)
         out, seen, samples, skipped = self._descend(descent, phase)
-        if skipped.any():
-            self.log["skipped"] = self.log.get("skipped", 0) + skipped
-        self._count(kind, two_samples, samples)
-        self._record(log or phase, seen, out)
+        self._skip(skipped)
+        self._count(_kind("train", descent), functools.partial(_two_samples, descent), samples)
+        self._record(log, seen, out)
         return out
+
+    def _skip(self, batches):
+        if batches.any():
+            self.log["skipped"] = self.log.get("skipped", 0) + batches
 
     def _descend(self, descent, phase):
         """The descent by the engine that suits it: (trained tree, mean values, samples, skipped batches)."""
@@ -292,21 +298,24 @@ class Clients:
                 loss(self.model, trees.row(params, 0), self._two(), *descent.still(lambda f: trees.row(f, 0)))
 
         self.engine.each(client, self.n)
-        self._count((loss, "mean"), two_samples, self.n)
+        self._count(_kind("mean", descent), two_samples, self.n)
         return means
 
     def gradient(self, loss, params, *fixed):
         """The gradient of the mean of `loss` over all local samples, and `params` with its batch-norm statistics.
 
-        Both are trees like `params` [C, ...], the gradient 0 for buffers. A loss as for `descent.slope`.
+        Both are trees like `params` [C, ...], the gradient 0 for buffers. A loss as for `descent.slope`. Batch-norm
+        sees up to 100 samples at once; a client with a single one, which has no variance, has the gradient 0.
         """
         descent = self._descent(params, fixed, "gradient", None, {}, loss=loss)
-        gradient, after = trees.full_like(params, 0), trees.clone(params)
+        gradient, after, skipped = trees.full_like(params, 0), trees.clone(params), np.zeros(len(self.n))
 
+        @torch.no_grad()
         def client(i):
             own, still = own_copy(trees.row(params, i), self.model.plain), descent.still(lambda f: trees.row(f, i))
             for batch in self._pieces(i):
                 if descent.skip_singles and len(batch[1]) == 1:
+                    skipped[i] += 1
                     continue
                 found, own = slope(self.model, loss, own, batch, *still)
                 for total, g, moves in zip(trees.leaves(gradient), trees.leaves(found), descent.trained, strict=True):
@@ -323,7 +332,8 @@ class Clients:
                 client(i)
 
         self.engine.each(in_context, self.n)
-        self._count((loss, "gradient"), two_samples, self.n)
+        self._skip(skipped)
+        self._count(_kind("gradient", descent), two_samples, self.n - skipped)
         return gradient, after
 
     def _pieces(self, i):
@@ -454,6 +464,12 @@ def evaluate(model, params, data, engine):
 
     engine.each(client, [len(y) for _, y in data])
     return correct, loss
+
+
+def _kind(what, d):
+    """What the FLOPs of a Descent's samples depend on: numbers too, which may say how often a step does something."""
+    fixed = tuple(f for f in d.fixed if isinstance(f, numbers.Real))
+    return what, d.step or d.loss, tuple(d.trained), d.draws, fixed
 
 
 @torch.enable_grad()

@@ -38,9 +38,15 @@ def leaves(tree):
 
 
 def like(tree, leaves):
-    """`leaves`, a list of tensors, as a tree of the structure of `tree`."""
-    following = iter(leaves)
-    return tree_map(lambda _: next(following), tree)
+    """`leaves`, a list of tensors, as a tree of the structure of `tree`, which has as many; else ValueError."""
+    rest = list(reversed(leaves))
+    try:
+        made = tree_map(lambda _: rest.pop(), tree)
+    except IndexError:
+        raise ValueError(f"like: {len(leaves)} tensors are fewer than the tree has leaves") from None
+    if rest:
+        raise ValueError(f"like: {len(leaves)} tensors are more than the tree has leaves")
+    return made
 
 
 def take(tree, ids):

@@ -99,6 +99,35 @@ def test_a_global_model_is_scored_before_local_training():
     assert (row["own"], row["best"], row["range"]) == ("30.0", "30.0", "25 to 35")
 
 
+def with_global(values):
+    """RISING with accuracies of a global model before each round and at the end."""
+    run = history(before=[0.1, 0.2, 0.3, 0.3], after=[0.5, 0.7, 0.6])
+    run.rounds["before_global"] = values
+    return run
+
+
+def test_accuracy_table_has_the_global_models_only_if_there_are_any():
+    """Seeds end at 40 and 44 %: mean 42, standard deviation sqrt(8) = 2.83."""
+    assert "global" not in tables.accuracy({"a": RISING, "b": [RISING, RISING]})
+    seeds = [with_global([0.1, 0.2, 0.3, 0.4]), with_global([0.1, 0.2, 0.3, 0.44])]
+    table = tables.accuracy({"a": RISING, "b": seeds, "c": seeds[0], "d": [RISING, RISING]})
+    assert table["global"].to_dict() == {"a": "", "b": "42.0 ± 2.8", "c": "40.0", "d": ""}
+    assert table.columns.tolist() == ["own", "best", "before", "after", "global", "range", "clients"]
+    rest = tables.accuracy({"a": RISING, "b": [RISING, RISING], "c": RISING, "d": [RISING, RISING]})
+    pd.testing.assert_frame_equal(table.drop(columns="global").loc[["a", "d"]], rest.loc[["a", "d"]])
+    assert "| b |" in tables.markdown(table) and "nan" not in tables.markdown(table)
+
+
+def test_curves_of_global_models_and_of_methods_without():
+    table = tables.curves({"b": with_global([0.1, 0.2, 0.3, 0.4])}, "before_global")
+    assert table["rounds"].tolist() == [0, 1, 2, 3] and table["accuracy"].tolist() == [0.1, 0.2, 0.3, 0.4]
+    sent = tables.against_bytes({"b": with_global([0.1, 0.2, 0.3, 0.4])}, "before_global")
+    assert sent["bytes"].tolist() == [0, 800, 1600, 2400] and sent["accuracy"].tolist() == [0.1, 0.2, 0.3, 0.4]
+    for numbers in (tables.curves, tables.against_bytes):
+        with pytest.raises(ValueError, match=r"^a: point='before_global': must be one of 'before', 'after'$"):
+            numbers({"b": with_global([0.1] * 4), "a": [RISING, RISING]}, "before_global")
+
+
 def test_cost_and_seconds_tables():
     assert tables.cost({"m": RISING}).loc["m"].tolist() == [300, 100, 1000]
     assert tables.seconds({"m": [RISING, RISING]}).loc["m"].tolist() == [0.5]

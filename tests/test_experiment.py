@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -14,6 +15,7 @@ from pflkit.experiment import run
 from pflkit.federation import Federation
 from pflkit.identity import describe, digest
 from pflkit.methods import make
+from pflkit.methods.fedavg import model_loss
 from pflkit.training import Training
 
 
@@ -302,6 +304,151 @@ def test_a_model_that_is_no_name_is_named(model):
         experiment.experiment("local", model=model)
 
 
+# --- methods that have a personal and a global model ------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Both:
+    """Clients train two models of their own, and call the second one, trained at another rate, the global one.
+
+    kinds: the order in which they are named.
+    """
+
+    kinds: tuple = ("global", "personal")
+    product: str = "after"
+    heterogeneous: ClassVar = True
+
+    def server(self, fed):
+        return ()
+
+    def client(self, group):
+        return {kind: group.each_client(group.init()) for kind in self.kinds}
+
+    def download(self, server, ids):
+        return ()
+
+    def local(self, clients, kept, message):
+        rates = {"personal": 0.1, "global": 0.02}
+        models = {kind: clients.sgd(model_loss, kept[kind], log=kind, lr=rates[kind]) for kind in self.kinds}
+        return models, (), models
+
+    def merge(self, server, ids, message, upload, n):
+        return ()
+
+    def deploy(self, clients, kept, message):
+        return kept
+
+
+class OnlyLater(Both):
+    """Tells of the global model on receiving a message, but not after training."""
+
+    def local(self, clients, kept, message):
+        kept, upload, models = super().local(clients, kept, message)
+        return kept, upload, models["personal"]
+
+
+GLOBAL = {f"{when}_global{what}" for when in ("before", "after") for what in ("", "_pooled")}
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_both_models_are_scored(several):
+    """By plain indexing, of every client; columns, pooled means, losses and summaries."""
+    fed = mixed(join_ratio=0.5) if several else federation(join_ratio=0.5)
+    history = run(Both(), fed, 3)
+    last = history.clients[history.clients["round"] == 4].set_index("client")
+    row, sizes = history.rounds.iloc[-1], np.array([len(y) for _, y in fed.test])
+    for kind, column in (("personal", "before"), ("global", "before_global")):
+        own, losses = [], []
+        for i, (x, y) in enumerate(fed.test):
+            kept = history.state.kept[i % 2] if several else history.state.kept
+            params = trees.row(kept[kind], i // 2 if several else i)
+            logits = fed.groups[i % len(fed.groups)].model.predict(params, x)
+            own.append(float((logits.argmax(1) == y).double().mean()))
+            losses.append(float(torch.nn.functional.cross_entropy(logits, y)))
+        assert last[column].tolist() == own and last[f"{column}_loss"].tolist() == pytest.approx(losses, rel=1e-5)
+        assert row[column] == pytest.approx(np.mean(own))
+        assert row[f"{column}_pooled"] == pytest.approx(own @ sizes / sizes.sum())
+    assert (last["before"] != last["before_global"]).any()
+    assert set(history.rounds) >= GLOBAL and set(history.clients) >= {"before_global_loss", "after_global_loss"}
+    for t in (1, 2, 3):
+        joined = history.clients[(history.clients["round"] == t) & history.clients["joined"]]
+        of_round, n = history.rounds.set_index("round").loc[t], joined["n_test"]
+        for column in ("before", "before_global", "after", "after_global"):
+            table = joined if column.startswith("after") else history.clients[history.clients["round"] == t]
+            assert of_round[column] == pytest.approx(table[column].mean())
+            assert of_round[f"{column}_pooled"] == pytest.approx(np.average(table[column], weights=table["n_test"]))
+        assert len(n) == 3 and joined["after_global"].notna().all()
+        # what those that join hold at the end they have at the start of the next round
+        later = history.clients[history.clients["round"] == t + 1].set_index("client")
+        assert later.loc[joined["client"], "before_global"].tolist() == joined["after_global"].tolist()
+        assert later.loc[joined["client"], "before"].tolist() == joined["after"].tolist()
+    assert history.curve("before_global").index.tolist() == [0, 1, 2, 3]
+    assert history.curve("after_global").index.tolist() == [1, 2, 3]
+    assert history.curve("before_global").iloc[-1] == history.summary()["global"] == row["before_global"]
+    assert history.curve().equals(history.curve("after")) and history.summary()["before"] == row["before"]
+    assert list(history.summary())[:4] == ["accuracy", "before", "after", "global"]
+
+
+def test_the_order_in_which_they_are_named_does_not_matter():
+    one, other = (run(Both(kinds), federation(), 2) for kinds in (("global", "personal"), ("personal", "global")))
+    for table, same in zip(without_seconds(one)[1:], without_seconds(other)[1:], strict=True):
+        pd.testing.assert_frame_equal(table, same, check_exact=True)
+    assert one.rounds["before_global"].tolist() == other.rounds["before_global"].tolist()
+
+
+def test_methods_with_one_model_have_no_such_columns():
+    history = run(make("fedavg"), federation(), 1)
+    assert not any("global" in name for table in (history.rounds, history.clients) for name in table)
+    assert "global" not in history.summary()
+    with pytest.raises(ValueError, match=r"^point='before_global': must be one of 'before', 'after'$"):
+        history.curve("before_global")
+
+
+def test_a_global_model_may_be_known_before_training_only():
+    history = run(OnlyLater(), federation(), 2)
+    assert "before_global" in history.rounds and "after_global" not in history.rounds
+    assert history.summary()["global"] == history.rounds["before_global"].iloc[-1]
+    with pytest.raises(ValueError, match=r"^point='after_global': must be one of 'before', 'before_global', 'after'$"):
+        history.curve("after_global")
+
+
+def test_both_models_scored_less_often():
+    every, third = (run(Both(), federation(), 5, eval_every=k) for k in (1, 3))
+    for point, rounds in (("before_global", [0, 3, 4, 5]), ("after_global", [1, 4, 5])):
+        assert third.curve(point).index.tolist() == rounds
+        assert third.curve(point).tolist() == every.curve(point).loc[rounds].tolist()
+    assert third.summary()["global"] == every.summary()["global"]
+
+
+@pytest.mark.parametrize("eval_every", [1, 3])
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("cut", [1, 3])
+def test_a_run_with_both_models_cut_short_goes_on_to_the_same_result(cut, several, eval_every, tmp_path, monkeypatch):
+    def go(**options):
+        fed = mixed(join_ratio=0.5) if several else federation(join_ratio=0.5)
+        return run(Both(), fed, 4, eval_every=eval_every, **options)
+
+    whole = go()
+    monkeypatch.setattr(experiment._Saver, "__call__", eager(experiment._Saver.__call__))
+    with monkeypatch.context() as cutting, pytest.raises(Stop):
+        stop_after(cutting, cut)
+        go(out=tmp_path)
+    for loaded in (False, True):
+        again = go(out=tmp_path)
+        assert (again.loaded is not None) == loaded
+        assert_same(again, whole)
+        assert again.summary()["global"] == whole.summary()["global"]
+
+
+def test_a_global_model_that_gives_nan_stops_the_run():
+    class Broken(Both):
+        def deploy(self, clients, kept, message):
+            return kept | {"global": trees.full_like(kept["global"], float("nan"))}
+
+    with pytest.raises(FloatingPointError, match=r"^client 0: its model gives NaN on its test data"):
+        run(Broken(), federation(), 1)
+
+
 # --- what a result depends on ----------------------------------------------------------------------------------------
 
 
@@ -317,6 +464,7 @@ CHANGES = {
     "training": lambda: (make("fedah"), federation(training=Training(lr=0.04))),
     "join ratio": lambda: (make("fedah"), federation(join_ratio=0.5)),
     "dtype": lambda: (make("fedah"), federation(dtype=torch.float64)),
+    "engine": lambda: (make("fedah"), federation(engine="stacked")),
 }
 
 
@@ -341,7 +489,8 @@ def test_changed_data_have_another_folder():
 
 
 @pytest.mark.parametrize(
-    "module", ["pflkit.methods.fedah", "pflkit.methods.fedrep", "pflkit.training", "pflkit.partition"]
+    "module",
+    ["pflkit.methods.fedah", "pflkit.methods.fedrep", "pflkit.training", "pflkit.descent", "pflkit.partition"],
 )
 def test_changed_code_has_another_folder(module, monkeypatch):
     """FedAH uses FedRep's losses, so a change there may change FedAH's results; FedPer's file is not used."""

@@ -816,3 +816,74 @@ def test_local_that_does_not_return_three_things_is_named(given):
     fed = federation(4)
     with pytest.raises(ValueError, match=r"^Short\.local: must return \(what it keeps, its upload, its model\)$"):
         fed.play(Short(), fed.start(Short()), 1)
+
+
+# --- models of both kinds --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Both(Alone):
+    """Clients train two models of their own, and call the second, trained at a tenth of the rate, the global one."""
+
+    def client(self, group):
+        return {kind: group.each_client(group.init()) for kind in ("global", "personal")}
+
+    def local(self, clients, kept, message):
+        lr = clients.training.lr
+        models = {
+            "personal": clients.sgd(model_loss, kept["personal"], phase="own"),
+            "global": clients.sgd(model_loss, kept["global"], phase="global", lr=lr / 10),
+        }
+        return models, (), models
+
+
+@pytest.mark.parametrize("names", [("mlp",), THREE])
+@pytest.mark.parametrize("cohort", [None, 3])
+def test_both_kinds_of_models_are_told_apart_and_scored(names, cohort):
+    """The answers are counted here one by one; the rate tells which is which."""
+
+    class Method(Both):
+        pass
+
+    Method.cohort = cohort
+    fed, method = mixed(names, join_ratio=0.6), Method()
+    state = fed.start(method)
+    result = fed.play(method, state, 2)
+    for held, ids in ((result.held, result.ids.tolist()), (fed.deployed(method, state, 2), list(range(8)))):
+        kinds = fed.kinds(held)
+        assert list(kinds) == ["", "_global"]
+        for models_of_kind in kinds.values():
+            correct, loss = fed.score(models_of_kind, ids)
+            for j, i in enumerate(ids):
+                x, y = fed.test[i]
+                logits = fed.groups[i % len(names)].model.predict(of_client(fed, models_of_kind, ids, i), x)
+                assert correct[j] == int((logits.argmax(1) == y).sum())
+                assert loss[j] == pytest.approx(float(torch.nn.functional.cross_entropy(logits, y)), rel=1e-5)
+        for i in ids:
+            own, common = (of_client(fed, models_of_kind, ids, i) for models_of_kind in kinds.values())
+            start = fed.groups[i % len(names)].init()
+            moved = trees.unequal(own, start), trees.unequal(common, start)
+            assert 3 * moved[1] < moved[0] if i in result.ids else moved == (0, 0)
+
+
+def test_kinds_of_models():
+    fed, several = mixed(("mlp",)), mixed(("mlp", "mlp-1"))
+    a, b = ({}, {"weight": torch.ones(1)}), ({}, {"weight": torch.zeros(1)})
+    assert fed.kinds(a) == {"": a} and several.kinds((a, b)) == {"": (a, b)} and several.kinds((a,)) == {"": (a,)}
+    both = {"global": b, "personal": a}
+    assert fed.kinds(both) == {"": a, "_global": b}
+    assert several.kinds((both, {"personal": b, "global": a})) == {"": (a, b), "_global": (b, a)}
+    assert several.kinds((both,)) == {"": (a,), "_global": (b,)}  # of clients of one of the groups
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"personal": 0}, {"global": 0}, {"own": 0, "global": 0}, {}, dict.fromkeys("abc", 0)]
+)
+def test_other_kinds_of_models_are_refused(wrong):
+    both, model = {"personal": ({}, {}), "global": ({}, {})}, ({}, {})
+    message = r"^a method's model: must be \(extractor, head\), or both \['personal', 'global'\], is "
+    with pytest.raises(ValueError, match=message):
+        mixed(("mlp",)).kinds(wrong)
+    for held in ((both, wrong), (wrong, both), (model, wrong), (wrong, model), (both, model), (model, both)):
+        with pytest.raises(ValueError, match=message):
+            mixed(("mlp", "mlp-1")).kinds(held)

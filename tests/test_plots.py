@@ -215,3 +215,20 @@ def test_panels_are_one_figure_that_pyplot_does_not_hold():
     assert figure.get_size_inches().tolist() == [8, 3]
     assert figure.get_suptitle() == "Title"
     assert plt.get_fignums() == []
+
+
+def test_curves_of_global_models():
+    """Before round 1, 2 and at the end; methods that have none are refused by name, and nothing is drawn."""
+    runs = {name: bytes_history(2, 1e6, 3e6, [0.5, 0.8]) for name in ("ditto", "fedavg")}
+    runs["ditto"].rounds["before_global"] = [0.1, 0.3, 0.4]
+    ax = plots.curves({"ditto": runs["ditto"]}, "before_global").axes[0]
+    np.testing.assert_allclose(ax.lines[0].get_xydata(), [[0, 10], [1, 30], [2, 40]])
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["ditto"]
+    assert len(plots.curves(runs).axes[0].lines) == 2  # each at its own point
+    level = plots.against_bytes({"ditto": runs["ditto"]}, "before_global").axes[0].lines[0]
+    np.testing.assert_allclose(level.get_xydata(), [[4, 30], [8, 40]])
+    for draw in (plots.curves, plots.against_bytes):
+        ax = plt.figure().subplots()
+        with pytest.raises(ValueError, match=r"^fedavg: point='before_global': must be one of 'before', 'after'$"):
+            draw(runs, "before_global", ax=ax)
+        assert not ax.has_data()

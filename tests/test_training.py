@@ -6,6 +6,7 @@ import math
 import re
 import threading
 import traceback
+import warnings
 import zlib
 
 import numpy as np
@@ -15,9 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from pflkit import training, trees
+from pflkit.descent import slope
 from pflkit.methods.fedavg import model_loss
 from pflkit.methods.fedrep import extractor_loss, head_loss
-from pflkit.models import build, from_modules
+from pflkit.models import as_trained, build, from_modules
 from pflkit.training import Clients, Engine, Training, evaluate
 
 CLASSES = 3
@@ -1103,3 +1105,808 @@ def test_a_client_that_does_not_train_on_features_is_not_charged_for_them():
     params, clients = start(model), sampled(model)
     clients.through(params[0]).sgd(head_loss, params[1], epochs=[0, 0, 1, 1, 0])
     assert (clients.flops() > 0).tolist() == [False, False, True, True, False]
+
+
+# Steps of another kind than SGD
+
+
+STACKED = pytest.mark.parametrize("engine", ["loop", "threads", "stacked"])
+
+
+def descend(model, params, batches, lr):
+    """A step of SGD on the first draw; records the loss, but of models that another pass would change."""
+    gradient, after = slope(model, model_loss, params, batches[0])
+    twice = model.batch_norm or model.dropout
+    return trees.add(after, gradient, -lr), 0.0 if twice else model_loss(model, params, batches[0])
+
+
+SHORT = {"batch_size": 4, "epochs": [2, 0, 1, 3, 1]}
+
+
+@pytest.mark.parametrize(("draws", "rule"), [(1, {}), (2, {"drop_last": True}), (3, SHORT)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [(name, engine) for name in SHAPES for engine in ("loop", "threads")] + [("mlp", "stacked"), ("norm", "stacked")],
+)
+def test_steps_of_plain_descent_are_sgd(name, draws, rule, engine):
+    """To the bit, however many draws: the first has the stream of `sgd` in that phase. Stacked, but for rounding."""
+    model = make_model(name)
+    params = start(model)
+    one, other = (sampled(model, engine=engine, lr=0.1) for _ in range(2))
+    want = one.sgd(model_loss, params, phase="head", **rule)
+    given = trees.clone(params)
+    got = other.steps(descend, params, 0.1, draws=draws, phase="head", **rule)
+    most = 1e-12 if engine == "stacked" else 0
+    assert trees.unequal(got, want) <= most < trees.unequal(got, params) and trees.unequal(params, given) == 0
+    assert got[0].keys() == want[0].keys() and type(got[0]) is dict
+    assert one.log.keys() == other.log.keys() and ("skipped" in one.log) == (name == "norm" and "drop_last" not in rule)
+    for key in one.log.keys() - ({"head"} if name in ("norm", "dropout") else set()):  # whose loss is another pass
+        np.testing.assert_allclose(other.log[key], one.log[key], rtol=0, atol=most, equal_nan=True)
+    assert other.flops().astype(bool).tolist() == one.flops().astype(bool).tolist()
+    elsewhere = sampled(model, engine=engine, lr=0.1).steps(descend, params, 0.1, draws=draws, phase="train", **rule)
+    assert trees.unequal(elsewhere, got) > most
+
+
+def test_draws_are_independent_and_the_documented_streams():
+    """numpy's SeedSequence over seed, 5 names as for sgd, and from the second draw on its number as a sixth."""
+    seen = []
+
+    def watch(model, state, batches):
+        assert {len(batch) for batch in batches} == {2} and all(torch.equal(x[:, 0].long() % 3, y) for x, y in batches)
+        seen.append([x.flatten().int().tolist() for x, _ in batches])
+        return state, batches[0][0].mean()
+
+    counted((25,), [4], round=3).steps(watch, numbers(0), draws=3, epochs=2, phase="meta", batch_size=10)
+    assert [[len(rows) for rows in drawn] for drawn in seen] == [[10] * 3, [10] * 3, [5] * 3] * 2
+    orders = {(e, k): [row for drawn in seen[3 * e : 3 * e + 3] for row in drawn[k]] for e in (0, 1) for k in (0, 1, 2)}
+    assert len(set(map(tuple, orders.values()))) == 6  # 25! orders
+    for (epoch, k), order in orders.items():
+        names = [zlib.crc32(b"batches"), 3, 4, zlib.crc32(b"meta"), epoch, *([k] if k else [])]
+        draw = np.random.Generator(np.random.PCG64(np.random.SeedSequence([5, len(names), *names])))
+        assert order == draw.permutation(25).tolist()
+    first = [list(b) for b in batches_of(5, 3, 4, "meta", 2, 25, 10, False)]
+    assert [drawn[0] for drawn in seen] == first
+
+
+@STACKED
+def test_a_step_may_count_with_integers_only(engine):
+    """The number of batches by hand, without and with short ones; the log has means over samples."""
+
+    def count(model, state, batches, by):
+        extras = {"size": len(batches[0][1]), "none": torch.zeros(())}
+        return {"n": state["n"] + by, "yes": ~state["yes"]}, (0.5, extras)
+
+    for rule, n in (({}, [1, 1, 1, 2, 7]), ({"drop_last": True}, [0, 0, 1, 1, 6]), ({"epochs": [2, 0, 1, 3, 1]}, 0)):
+        clients = sampled(make_model("mlp"), engine=engine)
+        state = {"n": torch.arange(5), "yes": torch.ones(5, dtype=torch.bool)}
+        got = clients.steps(count, state, 10, phase="c", **rule)
+        n = np.array(n or [2, 0, 1, 6, 7])
+        assert got["n"].dtype == torch.int64 and got["n"].tolist() == (np.arange(5) + 10 * n).tolist()
+        assert got["yes"].tolist() == (n % 2 == 0).tolist() and state["n"].tolist() == [0, 1, 2, 3, 4]
+        assert clients.log["c"].tolist() == [pytest.approx(0.5) if k else pytest.approx(np.nan, nan_ok=True) for k in n]
+        sizes = {1: 1, 7: 7, 10: 10, 11: (100 + 1) / 11, 61: (600 + 1) / 61}
+        if not rule:
+            assert clients.log["c.size"].tolist() == pytest.approx(list(sizes.values()), abs=1e-12)
+        assert sorted(clients.log) == ["c", "c.none", "c.size"]
+
+
+@STACKED
+def test_a_step_may_return_what_it_was_given(engine):
+    """Whatever the order of the leaves: Fibonacci's numbers, and two that change places."""
+
+    def fibonacci(model, state, batches, fixed):
+        a, b, c, d, _ = state
+        return (b, a + b, d, c, fixed), batches[0][0].mean()
+
+    def ends(steps):
+        a, b = 0, 1
+        for _ in range(steps):
+            a, b = b, a + b
+        return a, b, *((4, 3) if steps % 2 else (3, 4)), 7
+
+    clients = sampled(make_model("mlp"), engine=engine)
+    state = trees.expand(tuple(torch.tensor(v, dtype=torch.float64) for v in (0, 1, 3, 4, 0)), 5)
+    sevens = trees.expand(torch.tensor(7, dtype=torch.float64), 5)
+    got = clients.steps(fibonacci, state, sevens, epochs=[1, 2, 3, 2, 1])
+    assert list(zip(*(t.tolist() for t in got), strict=True)) == [ends(k) for k in (1, 2, 3, 4, 7)]
+    assert [t[0].item() for t in state] == [0, 1, 3, 4, 0] and sevens.tolist() == [7] * 5
+    for t in got:  # memory of its own
+        t += 1
+    assert got[4].tolist() == [8] * 5 and sevens.tolist() == [7] * 5
+    assert torch.equal(got[0], torch.tensor([ends(k)[0] + 1.0 for k in (1, 2, 3, 4, 7)], dtype=torch.float64))
+
+
+@STACKED
+def test_nobody_takes_a_step(engine):
+    model = make_model("mlp")
+    params = trees.expand(trees.row(start(model), 0), 2)
+    for rule in ({"epochs": 0}, {"epochs": [0, 0]}, {"drop_last": True}):
+        clients = sampled(model, sizes=(1, 7), engine=engine)
+        got = clients.steps(descend, params, 0.1, **rule)
+        assert trees.unequal(got, params) == 0 and clients.log == {} and clients.flops().tolist() == [0, 0]
+        got[1]["bias"][0] += 1
+        assert trees.unequal(trees.row(got, 1), trees.row(params, 1)) == 0
+    assert sampled(model, engine=engine).steps(lambda model, state, batches: (state, 0.0), {}) == {}
+
+
+# Several draws, fixed trees and numbers, integers, and a step that goes back to an earlier state
+
+
+def involved(model, state, batches, held, mu, often):
+    """Two models and a counter: a few steps of the one on each draw, pulled to `held`; the other lags behind."""
+    own, past, count = state["own"], state["past"], state["count"]
+    for _ in range(often):
+        for x, y in batches:
+            gradient, own = slope(model, model_loss, own, (x + 0.01 * mu, y))
+            pull = trees.tree_map(torch.sub, trees.add(own, held, -1.0), trees.full_like(own, 0))
+            own = trees.add(trees.add(own, gradient, -0.05), pull, -0.05 * mu)
+    past = trees.add(trees.lerp(past, state["own"], trees.full_like(past, 0.5)), held, 0.01)
+    mean = batches[-1][0].mean()
+    return {"past": past, "own": own, "count": count + len(batches)}, (mean, {"y": batches[0][1].double().mean()})
+
+
+@pytest.mark.parametrize(
+    ("name", "draws", "often", "rule"),
+    [
+        *[("mlp", 1, 1, {}), ("mlp", 1, 2, {"drop_last": True}), ("mlp", 2, 1, {"batch_size": 1})],
+        *[("mlp", 3, 1, {"batch_size": 7}), ("mlp", 2, 2, {"epochs": [2, 1, 0, 3, 1, 2, 1]})],
+        *[("norm", 2, 1, {"epochs": [2, 1, 0, 3, 1, 2, 1]}), ("norm", 1, 2, {}), ("norm", 2, 1, {"batch_size": 1})],
+    ],
+    ids=str,
+)
+def test_stacked_steps_are_those_of_each_client(name, draws, often, rule):
+    """Short batches, unequal numbers of steps and epochs, single samples: to 1e-12, and nothing falls back."""
+    model, sizes = make_model(name), (1, 7, 10, 11, 1, 20, 3)
+    moves = name == "mlp" or rule.get("batch_size") != 1  # batch-norm takes no single samples
+    whole = start(model, 7)
+    state = {"own": whole, "past": trees.expand(trees.row(whole, 2), 7), "count": torch.zeros(7, dtype=torch.int64)}
+    held, before = trees.expand(trees.row(whole, 4), 7), trees.clone(state)
+    ends = []
+    for engine in ("loop", "stacked"):
+        clients = sampled(model, sizes, engine=engine)
+        ends.append((clients.steps(involved, state, held, 0.3, often, draws=draws, **rule), clients))
+    (got, stacked), (want, loop) = ends[1], ends[0]
+    assert involved in stacked.engine.checked and not stacked.engine.refused and not loop.engine.checked
+    assert trees.unequal(got, want) < 1e-12 and trees.unequal(state, before) == 0
+    assert (trees.unequal(got["own"], state["own"]) > 1e-3) == moves
+    assert torch.equal(got["count"], want["count"]) and got["count"].dtype == torch.int64
+    assert stacked.log.keys() == loop.log.keys() and stacked.flops().tolist() == loop.flops().tolist()
+    for key, values in loop.log.items():
+        np.testing.assert_allclose(stacked.log[key], values, rtol=0, atol=1e-12, equal_nan=True)
+
+
+@ENGINES
+@pytest.mark.parametrize("name", ["mlp", "norm"])
+def test_a_clients_steps_are_its_own(name, engine):
+    """To the bit, whoever else trains, in any order, on one thread or two."""
+    model, sizes = make_model(name), (2, 7, 10, 12, 61)
+
+    def run(rows, threads=2):
+        torch.set_num_threads(threads)
+        own = trees.take(start(model, dtype=torch.float32), rows)
+        state = {"own": own, "past": own, "count": torch.tensor(rows)}
+        clients = sampled(model, [sizes[i] for i in rows], ids=rows, engine=engine, dtype=torch.float32)
+        got = clients.steps(involved, state, own, 0.5, 1, draws=2)
+        torch.set_num_threads(2)
+        return got, clients.log["train.y"]
+
+    among, ys = run([0, 1, 2, 3, 4])
+    assert trees.unequal(run([0, 1, 2, 3, 4], threads=1)[0], among) == 0
+    for rows in ([0], [3], [4], [4, 1, 2]):
+        got, y = run(rows)
+        assert trees.unequal(got, trees.take(among, rows)) == 0 and np.array_equal(y, ys[rows])
+
+
+def test_steps_behind_an_extractor_and_on_a_part():
+    def tune(model, head, batches, lr):
+        gradient, head = slope(model, head_loss, head, batches[0])
+        return trees.add(head, gradient, -lr), 0.0
+
+    model = make_model("mlp")
+    extractor, head = start(model)
+    for engine in ("loop", "threads", "stacked"):
+        ends = []
+        for use in (lambda c: c.steps(tune, head, 0.1), lambda c: c.sgd(head_loss, head)):
+            clients = sampled(model, engine=engine, lr=0.1)
+            one = clients.part(0.5, "w").through(extractor)
+            ends.append((use(one), clients.flops().tolist()))
+        assert trees.unequal(ends[0][0], ends[1][0]) <= (1e-12 if engine == "stacked" else 0)
+        assert ends[0][1] == ends[1][1]
+
+
+# FLOPs of steps: of all draws, and of as many gradients as a number says
+
+
+def looked(model, params, batches, often):
+    for _ in range(often):
+        for batch in batches:
+            gradient, params = slope(model, model_loss, params, batch)
+    return trees.add(params, gradient, -0.1), 0.0
+
+
+@STACKED
+def test_flops_of_steps_are_those_of_what_they_do(engine):
+    """One cache for all, as in one federation; a number may change from one call, or one method, to another."""
+    model, once = make_model("mlp"), 2 * FC1 + 3 * FC2
+    params, cache = start(model), {}
+    for draws, often in ((1, 1), (2, 1), (1, 3), (2, 3), (1, 1)):
+        clients = sampled(model, engine=engine)
+        clients._flop_cache = cache
+        clients.steps(looked, params, often, draws=draws, drop_last=True, epochs=2)
+        assert clients.flops().tolist() == (2 * np.array([0, 0, 10, 10, 60]) * draws * often * once).tolist()
+
+
+def test_flops_of_a_loss_differ_by_its_numbers_and_by_what_is_trained():
+    def repeated(model, params, batch, often):
+        return sum(model_loss(model, params, batch) for _ in range(often)), {}
+
+    def mean_of(model, params, batch, often):
+        return repeated(model, params, batch, often)[0]
+
+    model, n, cache = make_model("mlp"), np.array(SIZES), {}
+    params = start(model)
+    for often in (1, 2):
+        for use, each in (
+            (lambda c, k: c.sgd(repeated, params, k), 2 * FC1 + 3 * FC2),
+            (lambda c, k: c.mean(repeated, params, k), FC1 + FC2),
+            (lambda c, k: c.gradient(mean_of, params, k), 2 * FC1 + 3 * FC2),
+        ):
+            clients = sampled(model)
+            clients._flop_cache = cache
+            use(clients, often)
+            assert clients.flops().tolist() == (often * each * n).tolist()
+
+
+# Faults in a step
+
+
+def times(number):
+    def step(model, state, batches):
+        return {"w": state["w"] * number}, batches[0][0].sum()
+
+    return step
+
+
+@STACKED
+def test_steps_that_diverge_name_the_client(engine):
+    state = {"w": torch.ones(3, dtype=torch.float64), "n": torch.zeros(3, dtype=torch.int64)}
+    clients = sampled(make_model("mlp"), sizes=(7, 7, 20), ids=[4, 6, 8], engine=engine, round=3)
+    clients.data[1][0][0] = math.nan
+    with pytest.raises(FloatingPointError, match=r"^round 3, client 6, phase 'w': training diverged"):
+        clients.steps(times(1.0), {"w": state["w"]}, phase="w")  # the loss
+    clients = sampled(make_model("mlp"), sizes=(1, 61, 1), ids=[4, 6, 8], engine=engine, round=3, batch_size=1)
+    with pytest.raises(FloatingPointError, match=r"^round 3, client 6, phase 'train': training diverged"):
+        clients.steps(times(1e6), {"w": state["w"]})  # the state: 10^366
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (lambda s: ({"w": s["w"].sum()}, 0.0), r"'w' is \[\] of torch.float32, and was \[3\] of torch.float32"),
+        (lambda s: ({"w": s["w"].double()}, 0.0), r"'w' is \[3\] of torch.float64, and was \[3\] of torch.float32"),
+        (lambda s: ({"v": s["w"]}, 0.0), r"'v' is \[3\] of torch.float32, and was missing"),
+        (lambda s: ({}, 0.0), r"'w' is missing, and was \[3\]"),
+        (lambda s: ((s["w"],), 0.0), r"'0' is \[3\] of torch.float32, and was missing"),
+        (lambda s: s, r"a step must return \(state, loss\)"),
+        (lambda s: (s, 0.0, {}), r"a step must return \(state, loss\)"),
+        (lambda s: None, r"a step must return \(state, loss\)"),
+    ],
+)
+@STACKED
+def test_a_step_that_returns_something_else_is_refused(engine, step, message):
+    def faulty(model, state, batches):
+        return step(state)
+
+    clients = sampled(make_model("mlp"), engine=engine)
+    with warnings.catch_warnings(), pytest.raises(ValueError, match=rf"^faulty: {message}"):
+        warnings.simplefilter("ignore")  # that it cannot be stacked either
+        clients.steps(faulty, {"w": torch.zeros(5, 3)})
+
+
+@ENGINES
+def test_an_error_in_a_step_surfaces_as_itself(engine):
+    def fragile(model, params, batches, bad):
+        if bad["is"]:
+            raise KeyError("a fault of the user's")
+        return descend(model, params, batches, 0.1)
+
+    model = make_model("mlp")
+    params, fine = start(model), {"is": torch.zeros(5, dtype=torch.bool)}
+    want = sampled(model).steps(descend, params, 0.1)
+    clients = sampled(model, engine=engine)
+    with pytest.raises(KeyError, match="a fault of the user's"):
+        clients.steps(fragile, params, {"is": torch.arange(5) == 2})
+    assert clients.log == {} and not clients.flops().any()
+    assert trees.unequal(clients.steps(fragile, params, fine), want) == 0  # the next call works
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda c, p: c.steps(descend, p, 0.1, draws=0), ValueError, "draws=0: must be a whole number, at least 1"),
+        (lambda c, p: c.steps(descend, p, 0.1, draws=1.5), ValueError, "draws=1.5: must be a whole number"),
+        (lambda c, p: c.steps(descend, p, 0.1, draws=True), ValueError, "draws=True"),
+        (lambda c, p: c.steps(p, descend, 0.1), ValueError, "step: must be a function, not a tuple"),
+        (lambda c, p: c.steps(descend, trees.take(p, [0, 1]), 0.1), ValueError, r"params, '0/.*must be \[5, "),
+        (lambda c, p: c.steps(descend, p, torch.tensor(0.1)), ValueError, r"fixed, '', is \[\], must be \[5, "),
+        (lambda c, p: c.steps(descend, p, 0.1, epochs=[1]), ValueError, r"epochs=\[1\]: must be one number"),
+        (lambda c, p: c.steps(descend, p, 0.1, batch_size=0), ValueError, "batch_size=0: must be"),
+        (lambda c, p: c.steps(descend, p, 0.1, drop_last=1), ValueError, "drop_last=1: must be"),
+        # a step has its own rates: these would change nothing, so they must not be taken for settings of it
+        (lambda c, p: c.steps(descend, p, 0.1, lr=0.1), TypeError, "lr: steps has no such argument"),
+        (lambda c, p: c.steps(descend, p, 0.1, momentum=0.9), TypeError, "momentum: steps has no such"),
+        (lambda c, p: c.steps(descend, p, 0.1, pull=(p, 1)), TypeError, "pull: steps has no such argument"),
+    ],
+)
+def test_impossible_arguments_of_steps_are_refused(call, error, message):
+    model = make_model("mlp")
+    with pytest.raises(error, match=f"^{message}"):
+        call(sampled(model), start(model))
+
+
+def test_a_step_that_cannot_be_stacked_is_taken_client_by_client_with_one_warning():
+    def asks(model, params, batches):
+        return descend(model, params, batches, 0.1 if batches[0][0].max() > 0 else 0.2)
+
+    model = make_model("mlp")
+    params = start(model)
+    want = sampled(model).steps(asks, params)
+    clients = sampled(model, engine="stacked")
+    with pytest.warns(UserWarning, match="asks on 'mlp' cannot be stacked, so clients train one by one") as told:
+        assert trees.unequal(clients.steps(asks, params), want) == 0
+    assert len(told) == 1 and told[0].filename == __file__
+    assert trees.unequal(clients.steps(asks, params), want) == 0  # no warning: they are errors here
+    assert clients.flops().tolist() == [2 * k for k in np.array(SIZES) * (3 * FC1 + 4 * FC2)]
+
+
+@pytest.mark.parametrize("leaf", ["bias", "n"])
+def test_a_step_that_vmap_gets_wrong_is_noticed_however_small_it_is(leaf):
+    """It is the change that is compared, not what it comes to: that differs by less than a thousandth here."""
+
+    def wrong(model, state, batches):
+        changes = {"bias": 0.0003, "n": 1}
+        if torch._C._functorch.is_batchedtensor(batches[0][0]):
+            changes[leaf] *= 2
+        return {name: t + changes[name] for name, t in state.items()}, batches[0][0].mean()
+
+    state = {"bias": torch.ones(5), "n": torch.full((5,), 10_000)}
+    options = {"dtype": torch.float32, "drop_last": True}
+    want = sampled(make_model("mlp"), **options).steps(wrong, state)
+    with pytest.warns(
+        UserWarning, match="^wrong on 'mlp' cannot be stacked.* torch.vmap gives other gradients or values"
+    ):
+        got = sampled(make_model("mlp"), engine="stacked", **options).steps(wrong, state)
+    assert trees.unequal(got, want) == 0 and got["n"].tolist() == [10_000, 10_000, 10_001, 10_001, 10_006]
+
+
+@pytest.mark.parametrize("engine", ["loop", "stacked"])
+def test_steps_carry_no_gradients(engine):
+    model = from_modules(Hidden(), nn.Linear(6, CLASSES), (6,), CLASSES)
+
+    def hidden(model, state, batches):
+        z = model.extract(state[0], batches[0][0]).mean()
+        return (state[0], {"weight": 0.9 * state[1]["weight"] * z, "bias": state[1]["bias"]}), z
+
+    clients, params = sampled(model, engine=engine), start(model)
+    got = clients.steps(hidden, params)
+    assert not any(t.requires_grad for t in trees.leaves(got)) and trees.unequal(got, params) > 0
+    gradient, after = clients.gradient(model_loss, params)
+    assert not any(t.requires_grad for t in trees.leaves((gradient, after)))
+    with torch.no_grad():  # and work where the caller has them off
+        assert trees.unequal(sampled(model, engine=engine).steps(hidden, params), got) == 0
+        assert trees.unequal(sampled(model, engine=engine).gradient(model_loss, params)[0], gradient) == 0
+        assert sampled(model, engine=engine).mean(model_loss, params).isfinite().all()
+
+
+# Gradients within steps
+
+
+def one_client(name, n=7):
+    """A model, one client's parameters and one batch of it, in float64."""
+    model = make_model(name)
+    return model, trees.row(start(model, 2), 1), samples(model.shape, n, 0, torch.float64)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", ["mlp", "cnn-small", "norm"])
+def test_slope_is_the_gradient_of_torchs_modules(name):
+    """And the statistics of batch-norm are those of a module after that pass in training mode."""
+    model, params, (x, y) = one_client(name)
+    before = trees.clone((params, x, y))
+    gradient, after = slope(model, model_loss, params, (x, y))
+    assert trees.unequal((params, x, y), before) == 0
+    network = plain_network(name).double().train()
+    load(network, params)
+    F.cross_entropy(network(x), y).backward()
+    own = dict(network.named_parameters())
+    for (where, g), p, (key, theirs) in zip(
+        trees.named_leaves(gradient), trees.leaves(after), network.state_dict().items(), strict=True
+    ):
+        assert model.is_buffer(where) == (key not in own) and g.dtype == p.dtype == theirs.dtype
+        wanted = own[key].grad if key in own else torch.zeros_like(theirs)
+        assert (g - wanted).abs().max() <= 1e-12 and (p - theirs).abs().max() <= 1e-12
+    if name == "norm":
+        assert after[0]["1.num_batches_tracked"] == params[0]["1.num_batches_tracked"] + 1
+        assert trees.unequal(after[0], params[0]) > 0
+    assert not any(t.requires_grad for t in trees.leaves((gradient, after)))
+
+
+def test_slope_of_a_part_and_of_what_the_loss_does_not_use():
+    model, (extractor, head), batch = one_client("norm")
+    whole, after = slope(model, model_loss, (extractor, head), batch)
+    part, own = slope(model, extractor_loss, extractor, batch, head)
+    assert trees.unequal(part, whole[0]) == 0 and trees.unequal(own, after[0]) == 0
+    frozen, _ = slope(model, lambda m, h, b, r: F.cross_entropy(m.predict((r, h), b[0]), b[1]), head, batch, extractor)
+    assert trees.unequal(frozen, whole[1]) > 1e-6  # a fixed extractor is in evaluation mode
+
+    state = {"w": torch.tensor(3.0), "idle": torch.ones(2), "n": torch.tensor(4), "none": {}}
+    gradient, same = slope(model, lambda m, p, b, c: c * p["w"] ** 2, state, batch, 5.0)
+    assert gradient["w"] == 30 and gradient["idle"].tolist() == [0, 0] and gradient["none"] == {}
+    assert gradient["n"] == 0 and gradient["n"].dtype == torch.int64 and trees.unequal(same, state) == 0
+    assert slope(model, lambda m, p, b: torch.tensor(1.0), {}, batch) == ({}, {})
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn-small", "norm"])
+def test_slope_within_vmap_is_each_clients(name):
+    model, params = make_model(name), start(make_model(name), 3)
+    x, y = map(torch.stack, zip(*(samples(model.shape, 7, i, torch.float64) for i in range(3)), strict=True))
+    got = torch.vmap(lambda p, x, y: slope(model, model_loss, p, (x, y)))(params, x, y)
+    for i in range(3):
+        want = slope(model, model_loss, trees.row(params, i), (x[i], y[i]))
+        assert trees.unequal(trees.row(got, i), want) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn-small", "norm"])
+def test_slope_within_a_gradient_is_differentiated(name):
+    """d/dw of f(w - a f'(w)), where batch-norm is in training mode in both, against autograd that keeps the graph."""
+    model, params, (x, y) = one_client(name)
+
+    def filled(moving):
+        moving = iter(moving)
+        leaves = [t.clone() if model.is_buffer(n) else next(moving) for n, t in trees.named_leaves(params)]
+        return trees.like(params, leaves)
+
+    def meta(model, w, batch):
+        gradient, after = slope(model, model_loss, w, batch)
+        return model_loss(model, trees.add(after, gradient, -0.1), batch)
+
+    trained = [t.clone().requires_grad_() for n, t in trees.named_leaves(params) if not model.is_buffer(n)]
+    inner = torch.autograd.grad(model_loss(model, as_trained(filled(trained)), (x, y)), trained, create_graph=True)
+    moved = filled([w - 0.1 * g for w, g in zip(trained, inner, strict=True)])
+    want = torch.autograd.grad(model_loss(model, as_trained(moved), (x, y)), trained)
+    trained = [t.detach() for t in trained]
+    whole, _ = slope(model, meta, params, (x, y))
+    found = [[g for n, g in trees.named_leaves(whole) if not model.is_buffer(n)]]
+    found.append(torch.func.grad(lambda moving: meta(model, as_trained(filled(moving)), (x, y)))(trained))
+    for own in found:
+        assert max(float((a - b).abs().max()) for a, b in zip(own, want, strict=True)) < 1e-12
+    first = [g for n, g in trees.named_leaves(slope(model, model_loss, params, (x, y))[0]) if not model.is_buffer(n)]
+    assert max(float((a - b).abs().max()) for a, b in zip(first, want, strict=True)) > 1e-3  # it is of second order
+
+
+def test_buffers_are_told_by_their_names_wherever_they_are():
+    model = make_model("norm")
+    names = [n for n, _ in trees.named_leaves({"own": model.init(), "w": torch.ones(1)}) if model.is_buffer(n)]
+    assert names == [f"own/0/1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")]
+    assert [n for n, _ in trees.named_leaves(model.init()[0]) if model.is_buffer(n)] == [n[6:] for n in names]
+    assert not model.is_buffer("1.running_mean/w") and not model.is_buffer("running_mean") and not model.is_buffer("")
+    assert not any(make_model("mlp").is_buffer(n) for n, _ in trees.named_leaves(make_model("mlp").init()))
+
+
+# A rate for each part
+
+
+@STACKED
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("rule", [{}, {"momentum": 0.9, "weight_decay": 0.1, "clip": 0.5}], ids=["plain", "all"])
+@pytest.mark.parametrize("name", ["mlp", "norm"])
+def test_two_rates_are_torchs_parameter_groups(name, rule, engine):
+    model = make_model(name)
+    clients, params = sampled(model, engine=engine, lr=7.0, epochs=2, **rule), start(model)
+    got = clients.sgd(model_loss, params, lr=(0.1, 0.02))
+    for i, n in enumerate(SIZES):
+        network = plain_network(name).double().train()
+        load(network, trees.row(params, i))
+        groups = [{"params": ps, "lr": lr} for ps, lr in zip(halves(network), (0.1, 0.02), strict=True)]
+        optimizer = torch.optim.SGD(groups, **{k: v for k, v in rule.items() if k != "clip"})
+        for batch in batches_of(5, 2, i, "train", 2, n, 10, False):
+            if len(batch) > 1 or name == "mlp":
+                optimizer.zero_grad()
+                F.cross_entropy(network(clients.data[i][0][batch]), clients.data[i][1][batch]).backward()
+                if rule:
+                    nn.utils.clip_grad_norm_(network.parameters(), 0.5)
+                optimizer.step()
+        for mine, theirs in zip(trees.leaves(trees.row(got, i)), network.state_dict().values(), strict=True):
+            assert (mine.double() - theirs.double()).abs().max() < (1e-6 if rule else 1e-12)  # torch clips at c + 10^-6
+
+
+def halves(network):
+    """The parameters of all but the last layer, and those of the last one."""
+    *first, last = network
+    return [p for layer in first for p in layer.parameters()], list(last.parameters())
+
+
+@STACKED
+def test_rates_of_parts(engine):
+    """0 holds a part still, equal ones are one rate, and parts may be nested, empty or have one leaf."""
+    model = make_model("mlp")
+    clients, params = sampled(model, engine=engine), start(model)
+    held = clients.sgd(model_loss, params, lr=(0, 0.1))
+    assert trees.unequal(held[0], params[0]) == 0 and trees.unequal(held[1], params[1]) > 1e-3
+    assert (
+        trees.unequal(clients.sgd(model_loss, params, lr=(0.1, 0.1)), clients.sgd(model_loss, params, lr=0.1)) < 1e-12
+    )
+
+    def nested(model, state, batch):
+        return model_loss(model, state[1][0], batch) + (state[0] - 3) ** 2 + state[1][1]["n"] * 0
+
+    inner = (params, {"n": torch.arange(5)})
+    got = clients.sgd(nested, (torch.zeros(5, dtype=torch.float64), inner, {}), lr=(0.25, 0.1, 9.0), epochs=1)
+    assert got[0].tolist() == [3 - 3 * 0.5**k for k in (1, 1, 1, 2, 7)] and got[2] == {}
+    assert trees.unequal(got[1][0], clients.sgd(model_loss, params, lr=0.1)) < 1e-12
+    assert got[1][1]["n"].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("lr", "message"),
+    [
+        ((0.1,), r"lr=\(0.1,\): must be one number, or one for each part of a tuple of params"),
+        ((0.1, 0.1, 0.1), r"lr=\(0.1, 0.1, 0.1\): must be one number, or one for each part"),
+        ((), r"lr=\(\): must be one number"),
+        ((0.1, -0.1), r"lr=-0.1: must be a finite number, at least 0"),
+        ((0.1, math.nan), r"lr=nan: must be a finite number"),
+        ((math.inf, 0.1), r"lr=inf: must be a finite number"),
+        ((0.1, "0.1"), r"lr='0.1': must be a finite number"),
+        ((True, 0.1), r"lr=True: must be a finite number"),
+        ([0.1, 0.1], r"lr=\[0.1, 0.1\]: must be a finite number"),
+    ],
+    ids=str,
+)
+def test_impossible_rates_are_refused(lr, message):
+    model = make_model("mlp")
+    with pytest.raises(ValueError, match=f"^{message}"):
+        sampled(model).sgd(model_loss, start(model), lr=lr)
+
+
+def test_two_rates_need_a_tuple():
+    model = make_model("mlp")
+    with pytest.raises(ValueError, match=r"^lr=\(0.1, 0.2\): must be one number, or one for each part of a tuple"):
+        sampled(model).sgd(extractor_loss, start(model)[0], start(model)[1], lr=(0.1, 0.2))
+
+
+# A name in the log that is not the phase's
+
+
+@pytest.mark.parametrize("name", ["mlp", "dropout"])
+def test_log_names_what_is_recorded_and_phase_the_batches_and_dropout(name):
+    def loss(model, params, batch):
+        return model_loss(model, params, batch), {"size": len(batch[1])}
+
+    model = make_model(name)
+    params, clients, plain = start(model), sampled(model), sampled(model)
+    got = clients.sgd(loss, params, phase="train", log="own")
+    assert trees.unequal(got, plain.sgd(loss, params, phase="train")) == 0
+    assert sorted(clients.log) == ["own", "own.size"] and sorted(plain.log) == ["train", "train.size"]
+    assert clients.log["own"].tolist() == plain.log["train"].tolist()
+    clients.sgd(loss, params, phase="train", log="again")  # the same batches again
+    assert clients.log["again"].tolist() == clients.log["own"].tolist()
+    assert trees.unequal(clients.sgd(loss, params, phase="own"), got) > 0
+    clients.data[2][0][0] = math.nan
+    with pytest.raises(FloatingPointError, match=r"^round 2, client 2, phase 'own'"):
+        clients.sgd(loss, params, phase="train", log="own")
+
+
+# Means and gradients over local data
+
+
+def tuned(model, params, batch, held, mu):
+    """A loss with a tree and a number that stand still, and an extra."""
+    return model_loss(model, params, batch) + mu * (params[1]["bias"] - held).square().sum(), {"extra": 1.0}
+
+
+@ENGINES
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("rows", [1, 7, 61, 1000])
+@pytest.mark.parametrize("name", ["mlp", "norm", "dropout"])
+def test_mean_is_over_samples_and_in_evaluation_mode(name, rows, engine, monkeypatch):
+    """Against torch's own modules after eval(), sample by sample, whatever the pieces."""
+    monkeypatch.setattr(training, "ROWS", rows)
+    model, sizes = make_model(name), (1, 7, 61, 102)
+    clients, params = sampled(model, sizes, engine=engine), start(model, 4)
+    if name == "norm":
+        params[0]["1.running_mean"] += 0.3
+    held = torch.linspace(-1, 1, 4, dtype=torch.float64)[:, None].expand(4, CLASSES)
+    before, state = trees.clone(params), torch.get_rng_state()
+    got, plain = clients.mean(tuned, params, held, 0.5), clients.mean(model_loss, params)
+    assert got.dtype == torch.float64 and got.shape == (4,) and clients.log == {}
+    assert torch.equal(torch.get_rng_state(), state) and trees.unequal(params, before) == 0
+    for i, (x, y) in enumerate(clients.data):
+        network = nn.Sequential(*{"norm": norm, "dropout": dropout}[name]()) if name != "mlp" else plain_network(name)
+        network = network.double().eval()
+        load(network, trees.row(params, i))
+        with torch.no_grad():
+            want = sum(float(F.cross_entropy(network(x[j : j + 1]), y[j : j + 1])) for j in range(len(y))) / len(y)
+        assert float(plain[i]) == pytest.approx(want, abs=1e-12)
+        pull = 0.5 * float((params[1]["bias"][i] - held[i]).square().sum())
+        assert float(got[i]) == pytest.approx(want + pull, abs=1e-12)
+    shared = trees.expand(trees.row(params, 1), 4)
+    assert clients.mean(model_loss, shared)[1] == plain[1]
+    assert clients.mean(lambda model, nothing, batch: batch[0].mean(), {}).tolist() == pytest.approx(
+        [float(x.mean()) for x, _ in clients.data], abs=1e-12
+    )
+
+
+def test_means_of_a_client_are_its_own_and_may_be_no_numbers():
+    model, sizes = make_model("mlp"), (2, 230, 10)
+    params = start(model, 3, torch.float32)
+    clients = sampled(model, sizes, engine="threads", dtype=torch.float32)
+    among = clients.mean(model_loss, params)
+    alone = sampled(model, sizes[1:2], ids=[1], dtype=torch.float32).mean(model_loss, trees.take(params, [1]))
+    assert alone.tolist() == [among[1].item()]
+    clients.data[0][0][1] = math.nan  # a model of others may do badly: that is the method's to judge
+    assert clients.mean(model_loss, params).isnan().tolist() == [True, False, False]
+
+
+def test_means_count_their_flops_and_work_behind_an_extractor():
+    model, n = make_model("mlp"), np.array(SIZES)
+    clients, params = sampled(model), start(model)
+    want = clients.mean(model_loss, params)
+    assert clients.flops().tolist() == (n * (FC1 + FC2)).tolist()
+    behind = clients.through(params[0])
+    assert (behind.mean(head_loss, params[1]) - want).abs().max() < 1e-12
+    assert clients.flops().tolist() == (n * (2 * FC1 + 2 * FC2)).tolist()
+    first, rest = clients.split(0.5, "half")
+    share = torch.from_numpy(first.n / n)
+    both = share * first.mean(model_loss, params) + (1 - share) * rest.mean(model_loss, params)
+    assert (both - want)[1:].abs().max() < 1e-12 and first.n.tolist() == [1, 4, 5, 6, 30]
+    assert clients.flops().tolist() == (3 * n * (FC1 + FC2) + np.array([1, 0, 0, 0, 0]) * (FC1 + FC2)).tolist()
+
+
+@ENGINES
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("rows", [1, 7, 1000])
+def test_gradient_is_that_of_the_mean_whatever_the_pieces(rows, engine, monkeypatch):
+    monkeypatch.setattr(training, "ROWS", rows)
+    model, sizes = make_model("mlp"), (1, 7, 61, 102)
+    clients = sampled(model, sizes, engine=engine)
+    params = trees.expand(trees.row(start(model), 3), 4)
+    gradient, after = clients.gradient(model_loss, params)
+    assert trees.unequal(after, params) == 0 and clients.log == {}
+    assert clients.flops().tolist() == (np.array(sizes) * (2 * FC1 + 3 * FC2)).tolist()
+    for i, (x, y) in enumerate(clients.data):
+        network = plain_network("mlp").double()
+        load(network, trees.row(params, i))
+        for j in range(len(y)):
+            (F.cross_entropy(network(x[j : j + 1]), y[j : j + 1]) / len(y)).backward()
+        own = tuple(p.grad for p in network.parameters())
+        assert trees.unequal(tuple(trees.leaves(trees.row(gradient, i))), own) < 1e-12
+    after[1]["bias"][0] += 1  # memory of its own, for each client
+    assert params[1]["bias"][0].ne(after[1]["bias"][0]).all() and torch.equal(after[1]["bias"][1], params[1]["bias"][1])
+
+
+@ENGINES
+@pytest.mark.usefixtures("one_thread")
+def test_gradient_and_batch_norm(engine):
+    """In training mode, up to 100 samples at once: the statistics are a module's; a single sample has no variance."""
+    model, sizes = make_model("norm"), (1, 2, 100, 230)
+    clients, params = sampled(model, sizes, engine=engine), start(model, 4)
+    before = trees.clone(params)
+    gradient, after = clients.gradient(model_loss, params)
+    assert trees.unequal(params, before) == 0
+    assert clients.log["skipped"].tolist() == [1, 0, 0, 0] and (clients.flops() > 0).tolist() == [
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert not any(t.any() for t in trees.leaves(trees.row(gradient, 0)))
+    assert trees.unequal(trees.row(after, 0), trees.row(params, 0)) == 0
+    for i, pieces in ((1, [2]), (2, [100]), (3, [77, 77, 76])):
+        network = plain_network("norm").double().train()
+        load(network, trees.row(params, i))
+        for x, y in zip(*(t.split(pieces) for t in clients.data[i]), strict=True):
+            (F.cross_entropy(network(x), y) * len(y) / sum(pieces)).backward()
+        named = dict(network.named_parameters())
+        for g, p, (key, theirs) in zip(
+            *map(trees.leaves, (trees.row(gradient, i), trees.row(after, i))), network.state_dict().items(), strict=True
+        ):
+            assert g.dtype == p.dtype == theirs.dtype and (p - theirs).abs().max() <= 1e-12
+            assert (g - (named[key].grad if key in named else 0)).abs().max() <= 1e-12
+        assert after[0]["1.num_batches_tracked"][i] == len(pieces)
+
+
+def test_gradient_of_a_part_with_what_stands_still():
+    model = make_model("norm")
+    clients, (extractor, head) = sampled(model, sizes=(7, 11)), start(model, 2)
+    whole, after = clients.gradient(model_loss, (extractor, head))
+    part, own = clients.gradient(extractor_loss, extractor, head)
+    assert trees.unequal(part, whole[0]) == 0 and trees.unequal(own, after[0]) == 0
+    assert clients.gradient(lambda model, nothing, batch: batch[0].mean(), {}) == ({}, {})
+    held, _ = clients.gradient(lambda *a: tuned(*a)[0], (extractor, head), torch.zeros(2, 3, dtype=torch.float64), 2.0)
+    assert trees.unequal(held[1]["bias"], whole[1]["bias"] + 4 * head["bias"]) < 1e-12
+    state = {"w": torch.tensor([1.0, 2.0]), "n": torch.tensor([1, 2])}
+    got, same = clients.gradient(lambda model, p, batch, k: k * p["w"] ** 2 + 0 * p["n"], state, 3)
+    assert got["w"].tolist() == [6, 12] and got["n"].tolist() == [0, 0] and trees.unequal(same, state) == 0
+    with pytest.raises(ValueError, match=r"^params, '0/.*, is \[2, .*must be \[5, "):
+        sampled(model).gradient(model_loss, (extractor, head))
+    with pytest.raises(ValueError, match=r"^params, '0/.*, is \[2, .*must be \[5, "):
+        sampled(model).mean(model_loss, (extractor, head))
+
+
+def test_gradient_with_dropout_is_each_clients_own_and_leaves_the_global_generator_alone():
+    model, sizes = make_model("dropout"), (12, 230, 7)
+    params = start(model, 3)
+    state = torch.get_rng_state()
+    clients = sampled(model, sizes)
+    got, _ = clients.gradient(model_loss, params)
+    assert clients.flops().all() and torch.equal(torch.get_rng_state(), state)
+    torch.rand(3)
+    alone, _ = sampled(model, sizes[1:2], ids=[1]).gradient(model_loss, trees.take(params, [1]))
+    assert trees.unequal(trees.take(got, [1]), alone) == 0
+    other, _ = sampled(model, sizes, round=3).gradient(model_loss, params)
+    assert trees.unequal(other, got) > 0  # other masks in another round
+
+
+# Two parts of the samples, the same in every round
+
+
+@pytest.mark.parametrize(
+    ("share", "sizes"),
+    [
+        (0.8, [1, 6, 8, 9, 49]),
+        (0.5, [1, 4, 5, 6, 30]),  # halves to even
+        (0, [1, 1, 1, 1, 1]),  # one at least in each
+        (1e-9, [1, 1, 1, 1, 1]),
+        (1, [1, 6, 9, 10, 60]),
+        (0.999, [1, 6, 9, 10, 60]),
+    ],
+)
+def test_a_split_is_complete_and_the_same_in_every_round(share, sizes):
+    parts = [[drawn(part) for part in counted(SIZES, round=t).split(share, "meta")] for t in (1, 2, 3)]
+    assert parts[0] == parts[1] == parts[2]
+    clients = counted(SIZES)
+    first, rest = clients.split(share, "meta")
+    assert first.n.tolist() == sizes and [drawn(first), drawn(rest)] == parts[0]
+    for n, one, other in zip(SIZES, *parts[0], strict=True):
+        assert list(one) == sorted(set(one)) and list(other) == sorted(set(other))
+        assert one == other == (0,) if n == 1 else sorted(one + other) == list(range(n))
+    for part in (first, rest):
+        assert part.n.tolist() == [len(y) for _, y in part.data]
+        assert all(torch.equal(y, x[:, 0].long() % CLASSES) for x, y in part.data)  # with its own label
+        assert part.log is clients.log and part.ids is clients.ids
+    assert clients.n.tolist() == list(SIZES) and drawn(clients) == [tuple(range(n)) for n in SIZES]
+
+
+def test_splits_differ_by_name_client_and_seed_and_not_by_who_joins():
+    """61 samples, half of them: two draws are alike once in 10^17."""
+    sizes = (61,) * 3
+    draws = [*drawn(counted(sizes).split(0.5, "meta")[0]), *drawn(counted(sizes).split(0.5, "own")[0])]
+    other = counted(sizes)
+    other.seed += 1
+    draws += drawn(other.split(0.5, "meta")[0])
+    assert len(set(draws)) == 9
+    among = [drawn(part) for part in counted(SIZES).split(0.5, "meta")]
+    for ids in ([4], [1, 3], [3, 1, 2]):
+        own = [drawn(part) for part in counted([SIZES[i] for i in ids], ids).split(0.5, "meta")]
+        assert own == [[part[i] for i in ids] for part in among]
+    less = counted(SIZES).split(0.25, "meta")[0]  # a smaller share is part of a larger one
+    assert all(set(a) <= set(b) for a, b in zip(drawn(less), among[0], strict=True))
+
+
+def test_a_split_of_a_split_and_behind_an_extractor():
+    clients = counted((1, 2, 9))
+    first, rest = clients.split(0.5, "a")
+    again = first.split(0.5, "a")
+    assert [part.n.tolist() for part in (first, rest, *again)] == [[1, 1, 4], [1, 1, 5], [1, 1, 2], [1, 1, 2]]
+    assert sorted(sum((drawn(part)[2] for part in (*again, rest)), ())) == list(range(9))
+    model = make_model("mlp")
+    clients, (extractor, head) = sampled(model), start(model)
+    one, other = clients.split(0.5, "a")[1].through(extractor), clients.through(extractor).split(0.5, "a")[1]
+    assert trees.unequal(one.sgd(head_loss, head), other.sgd(head_loss, head)) < 1e-12
+    assert sum(list(one.n)) == sum(len(y) for _, y in other.data)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, math.nan, "0.5", None, True])
+def test_impossible_shares_of_a_split_are_refused(share):
+    with pytest.raises(ValueError, match=rf"^share={share!r}: must be a finite number"):
+        counted(SIZES).split(share, "meta")

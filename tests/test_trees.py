@@ -184,3 +184,46 @@ def test_lerp_takes_the_end_of_integer_leaves():
 def test_average_refuses_what_has_no_mean():
     with pytest.raises(ValueError, match="true and false have no mean"):
         trees.average({"present": torch.ones(2, 3, dtype=torch.bool)}, [1, 1])
+
+
+def test_add_by_hand():
+    t = {"w": torch.tensor([[1.0, 2.0]]), "b": ({}, torch.tensor([4.0])), "n": torch.tensor([3]), "yes": ONE.bool()}
+    other = {
+        "b": ({}, torch.tensor([2.0])),
+        "w": torch.tensor([[10.0, 20.0]]),
+        "n": torch.tensor([5]),
+        "yes": ~ONE.bool(),
+    }
+    before = trees.clone((t, other))
+    got = trees.add(t, other, -0.5)
+    assert got["w"].tolist() == [[-4.0, -8.0]] and got["b"][1].tolist() == [3.0]
+    assert got["n"].tolist() == [3] and got["n"].dtype == torch.int64 and got["yes"].tolist() == [True]
+    assert trees.add(t, other)["w"].tolist() == [[11.0, 22.0]] and trees.add(t, t, 0)["w"].tolist() == [[1.0, 2.0]]
+    assert trees.unequal((t, other), before) == 0 and memory(got).isdisjoint(memory((t, other)))
+
+
+def test_add_keeps_dtypes_and_spreads_what_is_shared():
+    t = tree()
+    for alpha in (2, 0.5, np.float64(0.5), -1):
+        got = trees.add(t, trees.expand(trees.row(t, 1), 3), alpha)
+        assert [leaf.dtype for leaf in trees.leaves(got)] == [leaf.dtype for leaf in trees.leaves(t)]
+        assert torch.equal(got["a"], t["a"] + t["a"][1] * alpha) and torch.equal(got["b"][0]["n"], t["b"][0]["n"])
+    assert trees.unequal(trees.add(trees.add(t, t, 2.0), t, -2.0), t) == 0
+    with pytest.raises(ValueError, match="different structure"):
+        trees.add({"x": ONE}, {"y": ONE})
+
+
+def test_like_undoes_leaves():
+    t = {**tree(), "pair": Rows(torch.zeros(3, 2), torch.ones(3, 2, dtype=torch.bool)), "own": Trained(w=torch.ones(3))}
+    same = trees.like(t, trees.leaves(t))
+    assert trees.unequal(same, t) == 0 and all(a is b for a, b in zip(trees.leaves(same), trees.leaves(t), strict=True))
+    assert isinstance(same["pair"], Rows) and type(same["own"]) is Trained and list(same) == list(t)
+    assert trees.like(OrderedDict(z=0, a=(0, {})), [1, 2]) == OrderedDict(z=1, a=(2, {}))  # any values, in their order
+    assert trees.like(({}, ()), []) == ({}, ()) and trees.like(0, [5]) == 5
+    assert trees.like((0, 0), [None, None]) == (None, None)
+
+
+@pytest.mark.parametrize("leaves", [[], [1], [1, 2, 3], [1, 2, 0], [1, 2, None]])
+def test_like_refuses_too_few_and_too_many(leaves):
+    with pytest.raises(ValueError, match=f"^like: {len(leaves)} tensors are (fewer|more) than the tree has leaves"):
+        trees.like({"a": 0, "b": ({}, 0)}, leaves)
