@@ -162,14 +162,18 @@ class Clients:
 
     def _descend(self, descent, phase):
         """The descent by the engine that suits it: (trained tree, mean values, samples, skipped batches)."""
-        features = isinstance(self.data, _Later)
+        features, train = isinstance(self.data, _Later), np.flatnonzero(descent.epochs).tolist()
         if features and self.engine.may_stack():
-            self.engine.each(self.data.__getitem__, self.n)
-        vectors = features and self.data.complete() and self.data[0][0].ndim == 2
+            self.engine.each(lambda j: self.data[train[j]], self.n[train])
+        vectors = features and self.data.complete(train) and self.data[train[0]][0].ndim == 2
         if self.engine.stacks(descent.loss, sum(t[0].numel() for t in descent.moving(descent.params)), vectors):
             try:
-                given = all_at_once(replace(descent, data=list(self.data)), descent.loss not in self.engine.checked)
-                self.engine.checked.add(descent.loss)
+                nothing = tuple(t[:0] for t in self.data[train[0]])
+                data = [self.data[i] if number else nothing for i, number in enumerate(descent.epochs)]
+                with one_thread():
+                    given = all_at_once(replace(descent, data=data), descent.loss not in self.engine.checked)
+                if given[2].any():  # a step was taken, so it was checked
+                    self.engine.checked.add(descent.loss)
                 return given
             except Exception as error:  # whatever torch.vmap refuses; an error of the loss itself comes again below
                 self.engine.refused.add(descent.loss)
@@ -320,8 +324,8 @@ class _Later:
             self.items[i] = self.make(i)
         return self.items[i]
 
-    def complete(self):
-        return all(item is not None for item in self.items)
+    def complete(self, which):
+        return all(self.items[i] is not None for i in which)
 
 
 def evaluate(model, params, data, engine):
