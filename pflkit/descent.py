@@ -123,7 +123,7 @@ def all_at_once(d, check):
     of_all = torch.vmap(values)
 
     def client(j, leaves, batch, still):
-        """The j-th client's loss and gradients by itself, and the leaves that are not trained after its forward pass."""
+        """The j-th client's loss and gradients by itself, and its leaves not trained after its forward pass."""
         own = [t[j].detach().clone().requires_grad_(t.requires_grad) for t in leaves]
         loss = values(own, x[batch[j]], y[batch[j]], [[t[j] for t in f] for f in still])["loss"]
         grads = _gradients(loss, [t for t in own if t.requires_grad])
