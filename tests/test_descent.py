@@ -49,10 +49,10 @@ def play(fed, method, rounds=2):
     return (state.server, state.kept, results[-1].held), results
 
 
-def alike(model, method, sizes=SIZES):
+def alike(model, method, sizes=SIZES, rule=HARD):
     """Two rounds by both engines: equal parameters, losses, skipped batches and FLOPs."""
-    loop, looped = play(federation(model, sizes, "loop"), method)
-    stack, stacked = play(federation(model, sizes, "stacked"), method)
+    loop, looped = play(federation(model, sizes, "loop", rule=rule), method)
+    stack, stacked = play(federation(model, sizes, "stacked", rule=rule), method)
     assert trees.unequal(loop, stack) < 1e-10
     for a, b in zip(looped, stacked, strict=True):
         assert list(a.log()) == list(b.log()) and np.array_equal(a.flops(), b.flops())
@@ -95,14 +95,17 @@ def test_two_rounds_are_those_of_the_loop(model, method, used):
     assert half and {way for _, way in used[:half]} == {"one by one"} and {way for _, way in used[half:]} == {"stacked"}
 
 
+CALM = HARD | {"lr": 0.005}  # at 0.05 a nudge of 1e-15 at the start is one of 1e-8 after 64 steps
+
+
 def test_two_rounds_of_a_resnet_are_those_of_the_loop():
-    alike("resnet18", make("fedrep"), (1, 7, 10))
+    alike("resnet18", make("fedrep"), (1, 7, 10), CALM)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", "fedrep", "fedah"])
 def test_two_rounds_of_a_resnet_with_a_large_client_are_those_of_the_loop(method):
-    alike("resnet18", make(method))
+    alike("resnet18", make(method), SIZES, CALM)
 
 
 # One training
