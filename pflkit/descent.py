@@ -89,12 +89,14 @@ def one_by_one(d, each, dropout):
                     own = trees.tree_map(lambda old, new: torch.empty_like(old).copy_(new.detach()), own, stepped)
                 sizes.append(len(drawn[0][1]))
                 for name, amount in {"loss": value, **extras}.items():
-                    values.setdefault(name, []).append(torch.as_tensor(amount).detach())
+                    of_steps, weights = values.setdefault(name, ([], []))
+                    of_steps.append(torch.as_tensor(amount).detach())
+                    weights.append(sizes[-1])
             if d.until is not None and len(sizes) > first:
-                means.append(_mean(values["loss"][first:], sizes[first:]))
+                means.append(_mean(values["loss"][0][first:], sizes[first:]))
                 if d.until(means):
                     break
-        seen[i], samples[i] = {name: _mean(steps, sizes) for name, steps in values.items()}, sum(sizes)
+        seen[i], samples[i] = {name: _mean(*steps) for name, steps in values.items()}, sum(sizes)
         for whole, part in zip(trees.leaves(out), trees.leaves(own), strict=True):
             whole[i] = part.detach()
 
@@ -110,8 +112,8 @@ def one_by_one(d, each, dropout):
 def all_at_once(d, check):
     """The same as `one_by_one`: a step of many clients is one step on tensors with a client axis, by torch.vmap.
 
-    check: compare the first step's gradients and buffers with those of each client by itself, and raise RuntimeError
-    where they differ, for torch.vmap is wrong here and there (it forgets `padding_idx` of an embedding, for one).
+    check: compare the first step's losses, gradients and buffers with those of each client by itself, and raise
+    RuntimeError where they differ, for torch.vmap is wrong here and there (it forgets an embedding's `padding_idx`).
 
     Within an epoch the full batches go first, the clients with most of them on top, so that those still training are
     the first rows of the stack; then the short last batches, those of one size together. So nothing is masked or
@@ -121,7 +123,7 @@ def all_at_once(d, check):
     first, size, epochs, C = np.cumsum(n) - n, d.rule.batch_size, np.array(d.epochs), len(n)
     whole = [leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in trees.leaves(d.params)]
     velocity = [torch.zeros_like(t) for t in d.moving(trees.like(d.params, whole))] if d.rule.momentum else []
-    sums, samples, skipped, means = {}, np.zeros(C), np.zeros(C), [[] for _ in n]
+    sums, counts, samples, skipped, means = {}, {}, np.zeros(C), np.zeros(C), [[] for _ in n]
 
     def values(leaves, x, y, still):
         """One client's loss and extras, and its leaves after a step that is not SGD."""
@@ -138,9 +140,9 @@ def all_at_once(d, check):
     of_all = torch.vmap(values)
 
     def changes(found, leaves):
-        """What a step is made of: the gradients and the leaves that are not trained; or all leaves after it."""
-        moving = [t for t in leaves if t.requires_grad]
-        return found[1] or _gradients(found[0]["loss"].sum(), moving) + [t for t in leaves if not t.requires_grad]
+        """A step's loss, and what it is made of: gradients and the leaves not trained; or all leaves after it."""
+        moving, loss = [t for t in leaves if t.requires_grad], found[0]["loss"]
+        return [loss, *(found[1] or _gradients(loss.sum(), moving) + [t for t in leaves if not t.requires_grad])]
 
     def alone(j, leaves, batch, still):
         """The changes of the j-th client by itself."""
@@ -164,18 +166,21 @@ def all_at_once(d, check):
                 pull = d.pull and ([t[:width] for t in anchors], d.pull[1])
             expected = [alone(j, leaves, batch, still) for j in range(width)] if check else []
             found = of_all(leaves, x[batch], y[batch], still)
-            new, check = changes(found, leaves), False
+            (loss, *new), check = changes(found, leaves), False
             for j, of_client in enumerate(expected):
-                _compare([t[j] for t in new], of_client, [t[j].double() if d.step else 0 for t in leaves])
+                before = [0, *(t[j].double() if d.step else 0 for t in leaves)]
+                _compare([loss[j], *(t[j] for t in new)], of_client, before)
             if d.step is None:
                 _step(d, moving, new[: len(moving)], speed, pull, stacked=True)
             else:
                 for old, t in zip(leaves, [t.clone() for t in new], strict=True):  # one may be another's old value
                     old.copy_(t)
+            size_of_each = batch.shape[2]
             for name, value in found[0].items():
                 total = sums.setdefault(name, torch.zeros(C, dtype=torch.float64, device=y.device))
-                total.index_add_(0, at[:width], value.detach().double(), alpha=batch.shape[2])
-            samples[rows[:width]] += batch.shape[2]
+                total.index_add_(0, at[:width], value.detach().double(), alpha=size_of_each)
+                counts.setdefault(name, np.zeros(C))[rows[:width]] += size_of_each
+            samples[rows[:width]] += size_of_each
         for t, new in zip(whole + velocity, own + speeds, strict=True):
             t[at] = new
 
@@ -207,8 +212,8 @@ def all_at_once(d, check):
             for i in np.flatnonzero(stepped).tolist():
                 means[i].append(mean[i])
             running = np.array([i for i in running if not stepped[i] or not d.until(means[i])], dtype=np.int64)
-    totals = {name: (total.cpu().numpy() / np.maximum(samples, 1)).tolist() for name, total in sums.items()}
-    seen = [{name: total[i] for name, total in totals.items()} if samples[i] else {} for i in range(C)]
+    found = {name: (total.cpu().numpy() / np.maximum(counts[name], 1)).tolist() for name, total in sums.items()}
+    seen = [{name: mean[i] for name, mean in found.items() if counts[name][i]} for i in range(C)]
     return trees.like(d.params, whole), seen, samples, skipped
 
 
@@ -218,7 +223,7 @@ def _compare(stacked, alone, before):
     before: of steps, what they began with, for it is their change that is judged, which may be small; else 0.
     """
     for a, b, old in zip(stacked, alone, before, strict=True):
-        a, b = a.double(), b.double()
+        a, b = a.detach().double(), b.detach().double()
         allowed = (1e-3 * (b - old).abs()).maximum(1e-6 * b.abs().clamp(min=1))
         if b.isfinite().all() and b.numel() and not (a - b).abs().max() <= allowed.max():
             raise RuntimeError("torch.vmap gives other gradients or values than each client by itself")

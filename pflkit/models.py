@@ -45,6 +45,10 @@ def embedding(x, weight, padding_idx):
     return torch.where(pads, weight[padding_idx].detach(), F.embedding(x, weight))
 
 
+def _padded(layer, x):
+    return embedding(x, layer.weight, layer.padding_idx)
+
+
 LAYERS = {  # the layers of the bundled models, with the settings that occur there
     nn.Conv2d: lambda layer, p, n, x: F.conv2d(
         x, p[n + ".weight"], p[n + ".bias"], layer.stride, layer.padding, layer.dilation, layer.groups
@@ -83,6 +87,13 @@ class Part:
             return x
         if not hasattr(self._copies, "module"):
             self._copies.module = copy.deepcopy(self.module)
+            for layer in self._copies.module.modules():
+                if (
+                    type(layer) is nn.Embedding
+                    and layer.padding_idx is not None
+                    and not (layer.max_norm or layer.scale_grad_by_freq or layer.sparse)
+                ):
+                    layer.forward = functools.partial(_padded, layer)  # right under torch.vmap too
         module = self._copies.module.train(isinstance(params, Trained))
         x = x.clone()  # for the module may work in place, and this is the data itself
         return torch.func.functional_call(module, dict(params), (x,))

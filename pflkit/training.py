@@ -201,13 +201,18 @@ class Clients:
     def _descend(self, descent, phase):
         """The descent by the engine that suits it: (trained tree, mean values, samples, skipped batches)."""
         what, features = descent.step or descent.loss, isinstance(self.data, _Later)
+        train = np.flatnonzero(descent.epochs).tolist()
         if features and self.engine.may_stack():
-            self.engine.each(self.data.__getitem__, self.n)
-        vectors = features and self.data.complete() and self.data[0][0].ndim == 2
+            self.engine.each(lambda j: self.data[train[j]], self.n[train])
+        vectors = features and self.data.complete(train) and self.data[train[0]][0].ndim == 2
         if self.engine.stacks(what, sum(t[0].numel() for t in descent.moving(descent.params)), vectors):
             try:
-                given = all_at_once(replace(descent, data=list(self.data)), what not in self.engine.checked)
-                self.engine.checked.add(what)
+                nothing = tuple(t[:0] for t in self.data[train[0]])
+                data = [self.data[i] if number else nothing for i, number in enumerate(descent.epochs)]
+                with one_thread():
+                    given = all_at_once(replace(descent, data=data), what not in self.engine.checked)
+                if given[2].any():  # a step was taken, so it was checked
+                    self.engine.checked.add(what)
                 return given
             except Exception as error:  # whatever torch.vmap refuses; an error of the loss itself comes again below
                 self.engine.refused.add(what)
@@ -448,8 +453,8 @@ class _Later:
             self.items[i] = self.make(i)
         return self.items[i]
 
-    def complete(self):
-        return all(item is not None for item in self.items)
+    def complete(self, which):
+        return all(self.items[i] is not None for i in which)
 
 
 def evaluate(model, params, data, engine):

@@ -25,7 +25,8 @@ from pflkit.training import Clients, Engine, Training, evaluate
 CLASSES = 3
 SIZES = (1, 7, 10, 11, 61)  # batches of 10: one short, one short, one full, full and single, six full and single
 SHAPES = {"mlp": (6,), "cnn-small": (1, 8, 8), "norm": (1, 5, 5), "dropout": (6,)}
-ENGINES = pytest.mark.parametrize("engine", ["loop", "threads"])
+ENGINES = pytest.mark.parametrize("engine", ["loop", "threads", "stacked"])
+EXACT = pytest.mark.parametrize("engine", ["loop", "threads"])  # those that are equal to the bit
 
 
 def norm():
@@ -140,9 +141,10 @@ RULES = {
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("name", ["mlp", "cnn-small"])
-def test_every_client_does_exactly_torchs_sgd(name, rule, drop_last):
+@ENGINES
+def test_every_client_does_exactly_torchs_sgd(name, rule, drop_last, engine):
     model = make_model(name)
-    clients = sampled(model, lr=0.1, drop_last=drop_last, **rule)
+    clients = sampled(model, lr=0.1, drop_last=drop_last, **rule, engine=engine)
     params = start(model)
     given = trees.clone(params)
     got = clients.sgd(model_loss, params)
@@ -162,17 +164,19 @@ def test_every_client_does_exactly_torchs_sgd(name, rule, drop_last):
             assert trees.unequal(trees.row(got, i), trees.row(params, i)) == 0 and math.isnan(clients.log["train"][i])
 
 
-def test_nobody_has_a_full_batch():
+@ENGINES
+def test_nobody_has_a_full_batch(engine):
     model = make_model("mlp")
-    clients = sampled(model, sizes=(1, 7), drop_last=True)
+    clients = sampled(model, sizes=(1, 7), drop_last=True, engine=engine)
     params = start(model, 2)
     assert trees.unequal(clients.sgd(model_loss, params), params) == 0
     assert clients.log == {} and clients.flops().tolist() == [0, 0]
 
 
-def test_the_clipped_step_has_the_bounds_length():
+@ENGINES
+def test_the_clipped_step_has_the_bounds_length(engine):
     model = make_model("mlp")
-    clients = sampled(model, sizes=(10,) * 3, lr=1.0, clip=1e-3)  # one step, so the step is the gradient
+    clients = sampled(model, sizes=(10,) * 3, lr=1.0, clip=1e-3, engine=engine)  # one step, so the step is the gradient
     params = start(model, 3)
     moved = trees.tree_map(torch.sub, params, clients.sgd(model_loss, params))
     for i in range(3):
@@ -180,9 +184,10 @@ def test_the_clipped_step_has_the_bounds_length():
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_batch_norm_by_hand():
+@ENGINES
+def test_batch_norm_by_hand(engine):
     model = make_model("norm")
-    clients = sampled(model, epochs=2, lr=0.1, momentum=0.5)
+    clients = sampled(model, epochs=2, lr=0.1, momentum=0.5, engine=engine)
     params = start(model)
     got = clients.sgd(model_loss, params)
     for i, n in enumerate(SIZES):
@@ -201,33 +206,37 @@ def test_batch_norm_by_hand():
 
 
 @pytest.mark.parametrize("k", [0, 1, 3, 20])
-def test_steps_on_a_parabola(k):
+@ENGINES
+def test_steps_on_a_parabola(k, engine):
     """w_k = c + (1 - eta)^k (w_0 - c); with c = 4, eta = 1/2, w_0 = 0, after three steps: 3.5."""
-    clients = sampled(make_model("mlp"), sizes=(max(k, 1),), batch_size=1, lr=0.5, epochs=min(k, 1))
+    clients = sampled(make_model("mlp"), sizes=(max(k, 1),), batch_size=1, lr=0.5, epochs=min(k, 1), engine=engine)
     got = clients.sgd(quadratic, numbers(0))["w"].item()
     assert got == 4 - 4 * 0.5**k and (k != 3 or got == 3.5)
 
 
-def test_momentum_and_decay_on_a_parabola():
+@ENGINES
+def test_momentum_and_decay_on_a_parabola(engine):
     # v = -4, w = 2;  v = -2 - 4/2 = -4, w = 4;  v = 0 - 2 = -2, w = 5
-    clients = sampled(make_model("mlp"), sizes=(3,), batch_size=1, lr=0.5)
+    clients = sampled(make_model("mlp"), sizes=(3,), batch_size=1, lr=0.5, engine=engine)
     assert clients.sgd(quadratic, numbers(0), momentum=0.5)["w"].item() == 5
     # gradient w - 4 + w:  0 + 2 = 2;  2 - 0 = 2, its fixed point
     assert clients.sgd(quadratic, numbers(0), weight_decay=1.0)["w"].item() == 2
 
 
-def test_project_is_applied_after_every_step():
+@ENGINES
+def test_project_is_applied_after_every_step(engine):
     # (0 + 2) / 2 = 1;  (1 + 1.5) / 2 = 1.25;  (1.25 + 1.375) / 2 = 1.3125
-    clients = sampled(make_model("mlp"), sizes=(3,), batch_size=1, lr=0.5)
+    clients = sampled(make_model("mlp"), sizes=(3,), batch_size=1, lr=0.5, engine=engine)
     assert clients.sgd(quadratic, numbers(0), project=lambda w: w / 2)["w"].item() == 1.3125
 
 
-def test_named_extras_are_recorded():
+@ENGINES
+def test_named_extras_are_recorded(engine):
     def loss(model, params, batch):
         n = len(batch[1])
         return quadratic(model, params, batch), {"size": torch.tensor(float(n)), "plain": n / 2}
 
-    clients = sampled(make_model("mlp"), sizes=(4, 15), lr=0.0)
+    clients = sampled(make_model("mlp"), sizes=(4, 15), lr=0.0, engine=engine)
     clients.sgd(loss, numbers(0, 2), phase="pull")
     assert sorted(clients.log) == ["pull", "pull.plain", "pull.size"]
     assert clients.log["pull"].tolist() == [8, 8]
@@ -256,9 +265,10 @@ def test_phases_rounds_clients_and_epochs_have_batches_of_their_own():
 
 @pytest.mark.parametrize("rule", [RULES["plain"], RULES["all"]], ids=["plain", "all"])
 @pytest.mark.parametrize("name", ["mlp", "cnn-small", "norm"])
-def test_frozen_parts_stand_still_and_trained_parts_move(name, rule):
+@ENGINES
+def test_frozen_parts_stand_still_and_trained_parts_move(name, rule, engine):
     model = make_model(name)
-    clients = sampled(model, lr=0.1, **rule)
+    clients = sampled(model, lr=0.1, **rule, engine=engine)
     extractor, head = start(model)
     before = trees.clone((extractor, head))
     trained = clients.sgd(extractor_loss, extractor, head), clients.through(extractor).sgd(head_loss, head)
@@ -333,19 +343,23 @@ def test_training_works_where_the_caller_has_gradients_off(engine):
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn-small"])
-def test_a_rate_of_zero_moves_nothing(name):
+@ENGINES
+def test_a_rate_of_zero_moves_nothing(name, engine):
     model = make_model(name)
     params = start(model, dtype=torch.float32)
     got = params
     for round in (1, 2, 3):
-        got = sampled(model, round=round, dtype=torch.float32, lr=0.0, **RULES["all"]).sgd(model_loss, got)
+        got = sampled(model, round=round, dtype=torch.float32, lr=0.0, **RULES["all"], engine=engine).sgd(
+            model_loss, got
+        )
     assert trees.unequal(got, params) == 0
 
 
 @pytest.mark.parametrize("rule", [{"epochs": 0}, {"lr": 0.0}])
-def test_the_result_has_memory_of_its_own(rule):
+@ENGINES
+def test_the_result_has_memory_of_its_own(rule, engine):
     model = make_model("mlp")
-    clients = sampled(model, **rule)
+    clients = sampled(model, **rule, engine=engine)
     shared = trees.expand(trees.row(start(model), 0), len(SIZES))  # as a message is: one value for all
     got = clients.sgd(model_loss, shared)
     assert trees.unequal(got, shared) == 0 and ("train" in clients.log) == ("lr" in rule)
@@ -355,9 +369,10 @@ def test_the_result_has_memory_of_its_own(rule):
     )
 
 
-def test_an_empty_part_is_trained_to_itself():
+@ENGINES
+def test_an_empty_part_is_trained_to_itself(engine):
     model = build("mlp", (6,), CLASSES, head_layers=0)
-    assert sampled(model).sgd(extractor_loss, {}, {}) == {}
+    assert sampled(model, engine=engine).sgd(extractor_loss, {}, {}) == {}
 
 
 # A client's result is its own
@@ -382,7 +397,7 @@ def same(all_of_it, part, rows):
     )
 
 
-@ENGINES
+@EXACT
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_client_alone_is_the_same_client_among_others(name, engine):
     model = make_model(name)
@@ -495,8 +510,11 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_client(engine, lr, bad):
         clients.sgd(model_loss, start(model, 3), phase="tune")
 
 
-def test_parameters_that_are_not_finite_stop_too():
-    clients = sampled(make_model("mlp"), sizes=(1,), ids=[9])  # the root of 0 is finite, its slope is not
+@ENGINES
+def test_parameters_that_are_not_finite_stop_too(engine):
+    clients = sampled(
+        make_model("mlp"), sizes=(1,), ids=[9], engine=engine
+    )  # the root of 0 is finite, its slope is not
     with pytest.raises(FloatingPointError, match=r"^round 2, client 9, phase 'train'"):
         clients.sgd(lambda model, params, batch: params["w"].sqrt().sum(), numbers(0))
 
@@ -508,7 +526,7 @@ class Fragile(nn.Linear):
         return super().forward(x)
 
 
-@ENGINES
+@EXACT
 def test_an_error_in_a_users_forward_surfaces_as_itself(engine):
     model = from_modules(Fragile(6, 4), nn.Linear(4, CLASSES), (6,), CLASSES)
     params = start(model)
@@ -689,9 +707,10 @@ def test_each_client_has_its_own_number_of_epochs(engine, rule):
     assert clients.flops().tolist() == (np.array(SIZES) * each * (2 * FC1 + 3 * FC2)).tolist()
 
 
-def test_nobody_has_an_epoch():
+@ENGINES
+def test_nobody_has_an_epoch(engine):
     model = make_model("mlp")
-    clients, params = sampled(model), start(model)
+    clients, params = sampled(model, engine=engine), start(model)
     for none in (0, [0] * 5):
         got = clients.sgd(model_loss, params, epochs=none)
         assert trees.unequal(got, params) == 0 and got[1]["bias"].data_ptr() != params[1]["bias"].data_ptr()
@@ -731,7 +750,8 @@ def test_impossible_numbers_of_epochs_are_refused(epochs, message):
 # Until
 
 
-def test_until_ends_a_clients_training_by_hand():
+@ENGINES
+def test_until_ends_a_clients_training_by_hand(engine):
     """With eta = 1/2 and one step an epoch, w - 4 halves and the loss, seen before each step, quarters."""
     seen = {}
 
@@ -739,7 +759,7 @@ def test_until_ends_a_clients_training_by_hand():
         seen.setdefault(losses[0], []).append(list(losses))
         return losses[-1] < 0.1
 
-    clients = sampled(make_model("mlp"), sizes=(1,) * 3, lr=0.5, epochs=6)
+    clients = sampled(make_model("mlp"), sizes=(1,) * 3, lr=0.5, epochs=6, engine=engine)
     params = {"w": torch.tensor([0.0, 4.0, -1020.0], dtype=torch.float64)}
     got = clients.sgd(quadratic, params, until=low)["w"].tolist()
     # 8, 2, 1/2, 1/8, 1/32: five steps; 0: one step; 2^19, 2^17, ... after six steps still high
@@ -791,12 +811,13 @@ def test_until_does_not_depend_on_the_others():
     assert trees.unequal(trees.row(among, 2), trees.row(params, 2)) == 0
 
 
-def test_until_is_not_asked_about_epochs_without_a_step():
+@ENGINES
+def test_until_is_not_asked_about_epochs_without_a_step(engine):
     def never(losses):
         raise AssertionError("asked")
 
     model = make_model("mlp")
-    clients = sampled(model, sizes=(1, 7), drop_last=True)
+    clients = sampled(model, sizes=(1, 7), drop_last=True, engine=engine)
     clients.sgd(model_loss, start(model, 2), until=never, epochs=3)
 
 
@@ -826,8 +847,9 @@ def test_numbers_stand_still_for_all_clients(engine):
 
 
 @pytest.mark.parametrize("number", [np.float32(3), np.int64(3)], ids=["float32", "int64"])
-def test_numpys_numbers_are_numbers(number):
-    clients = sampled(make_model("mlp"), sizes=(1,), lr=0.25)
+@ENGINES
+def test_numpys_numbers_are_numbers(number, engine):
+    clients = sampled(make_model("mlp"), sizes=(1,), lr=0.25, engine=engine)
     assert clients.sgd(pulled, numbers(0), numbers(0), number, 2)["w"].tolist() == [1]
 
 
@@ -861,7 +883,7 @@ def test_class_mean_by_hand():
 
 
 @pytest.mark.usefixtures("one_thread")
-@ENGINES
+@EXACT
 @pytest.mark.parametrize("name", ["mlp", "norm", "dropout"])
 def test_class_mean_is_over_samples_and_in_evaluation_mode(name, engine):
     """Against torch's own modules after eval(), sample by sample: batches of 10 and pieces of 100 leave no trace."""
@@ -1000,14 +1022,15 @@ def test_a_part_behind_an_extractor_is_the_same_part():
     assert trees.unequal(one.sgd(head_loss, head), other.sgd(head_loss, head)) < 1e-12
 
 
-def test_training_on_a_part_is_training_of_clients_with_just_that():
+@ENGINES
+def test_training_on_a_part_is_training_of_clients_with_just_that(engine):
     """One log and one count of FLOPs for all that the clients did."""
     model = make_model("mlp")
-    clients, params = sampled(model, lr=0.1), start(model)
+    clients, params = sampled(model, lr=0.1, engine=engine), start(model)
     some = clients.part(0.5, "w")
     assert some.log is clients.log
     got = some.sgd(model_loss, params, phase="part")
-    same = sampled(model, lr=0.1, sizes=some.n, data=some.data)
+    same = sampled(model, lr=0.1, sizes=some.n, data=some.data, engine=engine)
     assert trees.unequal(got, same.sgd(model_loss, params, phase="part")) == 0
     assert clients.log["part"].tolist() == same.log["part"].tolist()
     clients.sgd(model_loss, params)
@@ -1023,11 +1046,12 @@ def swapped(tree):
     return {name: tree[name] for name in reversed(tree)}
 
 
-def test_an_anchor_belongs_by_name():
+@ENGINES
+def test_an_anchor_belongs_by_name(engine):
     """Two layers of one shape: an anchor whose parts come in another order pulls each to its own."""
     torch.manual_seed(0)
     net = from_modules(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), nn.Linear(6, CLASSES), (6,), CLASSES)
-    clients, params = sampled(net), start(net)
+    clients, params = sampled(net, engine=engine), start(net)
     anchor = trees.tree_map(lambda t: t + 1, params)
     right = clients.sgd(model_loss, params, pull=(anchor, 1.0))
     assert trees.unequal(clients.sgd(model_loss, params, pull=((swapped(anchor[0]), anchor[1]), 1.0)), right) == 0
@@ -1083,7 +1107,7 @@ def test_dropout_of_two_federations_in_two_threads():
         assert [trees.unequal(ends[r], alone[r - 1]) for r in (1, 2)] == [0, 0]
 
 
-@pytest.mark.parametrize("engine", ["loop", "threads"])
+@ENGINES
 def test_features_are_computed_once_and_only_if_they_are_needed(engine):
     """By the first phase that trains on them; a phase without epochs needs none, and costs nothing."""
     model = make_model("cnn-small")
@@ -1100,9 +1124,10 @@ def test_features_are_computed_once_and_only_if_they_are_needed(engine):
     assert trees.unequal(second, first) > 0
 
 
-def test_a_client_that_does_not_train_on_features_is_not_charged_for_them():
+@ENGINES
+def test_a_client_that_does_not_train_on_features_is_not_charged_for_them(engine):
     model = make_model("cnn-small")
-    params, clients = start(model), sampled(model)
+    params, clients = start(model), sampled(model, engine=engine)
     clients.through(params[0]).sgd(head_loss, params[1], epochs=[0, 0, 1, 1, 0])
     assert (clients.flops() > 0).tolist() == [False, False, True, True, False]
 
