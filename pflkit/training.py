@@ -205,6 +205,7 @@ class Clients:
         if features and self.engine.may_stack():
             self.engine.each(lambda j: self.data[train[j]], self.n[train])
         vectors = features and self.data.complete(train) and self.data[train[0]][0].ndim == 2
+        refusal = None
         if self.engine.stacks(what, sum(t[0].numel() for t in descent.moving(descent.params)), vectors):
             try:
                 nothing = tuple(t[:0] for t in self.data[train[0]])
@@ -215,16 +216,15 @@ class Clients:
                     self.engine.checked.add(what)
                 return given
             except Exception as error:  # whatever torch.vmap refuses; an error of the loss itself comes again below
-                self.engine.refused.add(what)
-                name = getattr(what, "__name__", what)
-                first_line = str(error).strip().partition("\n")[0]
-                warnings.warn(
-                    f"{name} on {self.model.name!r} cannot be stacked, so clients train one by one: {first_line}",
-                    stacklevel=4,
-                )
+                refusal = str(error).strip().partition("\n")[0]
         # A step on vectors is too short to share out: threads double its time, but beside extraction they save it.
         engine = Engine("loop") if vectors else self.engine
-        return one_by_one(descent, lambda f: engine.each(f, self.n), lambda i: self._dropout(i, phase))
+        given = one_by_one(descent, lambda f: engine.each(f, self.n), lambda i: self._dropout(i, phase))
+        if refusal is not None:
+            self.engine.refused.add(what)
+            name = f"{getattr(what, '__name__', what)} on {self.model.name!r}"
+            warnings.warn(f"{name} cannot be stacked, so clients train one by one: {refusal}", stacklevel=4)
+        return given
 
     def _check_rows(self, what, tree):
         """Refuses a tree whose leaves are not all tensors [C, ...]."""

@@ -70,7 +70,7 @@ def used(monkeypatch):
 
         def run(d, *rest):
             out = real(d, *rest)
-            ways.append((d.loss.__name__, way))
+            ways.append(((d.step or d.loss).__name__, way))
             return out
 
         monkeypatch.setattr(training, name, run)
@@ -92,7 +92,8 @@ EVERY = [
 def test_two_rounds_are_those_of_the_loop(model, method, used):
     alike(model, make(method))
     half = len(used) // 2
-    assert half and {way for _, way in used[:half]} == {"one by one"} and {way for _, way in used[half:]} == {"stacked"}
+    assert half or method == "fedmeta"  # whose clients take whole gradients, and no steps
+    assert {way for _, way in used[:half]} <= {"one by one"} and {way for _, way in used[half:]} <= {"stacked"}
 
 
 CALM = HARD | {"lr": 0.005}  # at 0.05 a nudge of 1e-15 at the start is one of 1e-8 after 64 steps
@@ -480,9 +481,9 @@ def test_the_check_sees_what_is_not_a_number(monkeypatch):
         run = stack(f)
 
         def nan(*args):
-            found = run(*args)
+            found, leaves = run(*args)
             unspoilt.append(found)
-            return {name: value * torch.tensor([1, 1, np.nan, 1]) for name, value in found.items()}
+            return {name: value * torch.tensor([1, 1, np.nan, 1]) for name, value in found.items()}, leaves
 
         return nan
 

@@ -1291,7 +1291,7 @@ def test_stacked_steps_are_those_of_each_client(name, draws, often, rule):
         clients = sampled(model, sizes, engine=engine)
         ends.append((clients.steps(involved, state, held, 0.3, often, draws=draws, **rule), clients))
     (got, stacked), (want, loop) = ends[1], ends[0]
-    assert involved in stacked.engine.checked and not stacked.engine.refused and not loop.engine.checked
+    assert (involved in stacked.engine.checked) == moves and not stacked.engine.refused and not loop.engine.checked
     assert trees.unequal(got, want) < 1e-12 and trees.unequal(state, before) == 0
     assert (trees.unequal(got["own"], state["own"]) > 1e-3) == moves
     assert torch.equal(got["count"], want["count"]) and got["count"].dtype == torch.int64
@@ -1303,7 +1303,8 @@ def test_stacked_steps_are_those_of_each_client(name, draws, often, rule):
 @ENGINES
 @pytest.mark.parametrize("name", ["mlp", "norm"])
 def test_a_clients_steps_are_its_own(name, engine):
-    """To the bit, whoever else trains, in any order, on one thread or two."""
+    """To the bit, whoever else trains, in any order, on one thread or two; a stack of convolutions, to rounding."""
+    near = 1e-6 if (name, engine) == ("norm", "stacked") else 0
     model, sizes = make_model(name), (2, 7, 10, 12, 61)
 
     def run(rows, threads=2):
@@ -1319,7 +1320,8 @@ def test_a_clients_steps_are_its_own(name, engine):
     assert trees.unequal(run([0, 1, 2, 3, 4], threads=1)[0], among) == 0
     for rows in ([0], [3], [4], [4, 1, 2]):
         got, y = run(rows)
-        assert trees.unequal(got, trees.take(among, rows)) == 0 and np.array_equal(y, ys[rows])
+        assert trees.unequal(got, trees.take(among, rows)) <= near
+        np.testing.assert_allclose(y, ys[rows], rtol=0, atol=near)
 
 
 def test_steps_behind_an_extractor_and_on_a_part():
@@ -1442,7 +1444,9 @@ def test_an_error_in_a_step_surfaces_as_itself(engine):
     with pytest.raises(KeyError, match="a fault of the user's"):
         clients.steps(fragile, params, {"is": torch.arange(5) == 2})
     assert clients.log == {} and not clients.flops().any()
-    assert trees.unequal(clients.steps(fragile, params, fine), want) == 0  # the next call works
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it cannot be stacked
+        assert trees.unequal(clients.steps(fragile, params, fine), want) == 0  # the next call works
 
 
 @pytest.mark.parametrize(
@@ -1498,7 +1502,7 @@ def test_a_step_that_vmap_gets_wrong_is_noticed_however_small_it_is(leaf):
     options = {"dtype": torch.float32, "drop_last": True}
     want = sampled(make_model("mlp"), **options).steps(wrong, state)
     with pytest.warns(
-        UserWarning, match="^wrong on 'mlp' cannot be stacked.* torch.vmap gives other gradients or values"
+        UserWarning, match="^wrong on 'mlp' cannot be stacked.* torch.vmap gives other numbers"
     ):
         got = sampled(make_model("mlp"), engine="stacked", **options).steps(wrong, state)
     assert trees.unequal(got, want) == 0 and got["n"].tolist() == [10_000, 10_000, 10_001, 10_001, 10_006]
@@ -1729,7 +1733,7 @@ def tuned(model, params, batch, held, mu):
     return model_loss(model, params, batch) + mu * (params[1]["bias"] - held).square().sum(), {"extra": 1.0}
 
 
-@ENGINES
+@EXACT
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("rows", [1, 7, 61, 1000])
 @pytest.mark.parametrize("name", ["mlp", "norm", "dropout"])
