@@ -41,7 +41,7 @@ class History:
         The last row, round rounds+1, has `before` only: what all the training led to.
     watch: a row per round and watched value: round, name, mean, quantiles, shares of exact zeros and ones.
     labels: training samples of each class that each client has: int [N, K].
-    product: where the method's own product stands, "before" (a global model) or "after" (personalized ones).
+    product: where the method's own product stands: "before" (a global model, or one step or tuning from it) or "after".
     """
 
     config: dict

@@ -13,10 +13,11 @@ def accuracy(runs):
     several. `runs`: {name: a History, or a list of them, one a seed}.
 
     own: after all rounds, at the method's own point; best: its best round on test data (optimistic); before: on
-    receiving what all rounds led to, before training on it; after: after the last round's local training; global: as
-    before, of the global model, where a method has personal ones too (the column is there if any has); range: from the
-    worst client to the best at the method's own point; clients: how many `own` and `range` are about, for `after` is
-    known of the clients that joined the last round only.
+    receiving what all rounds led to, before training on it; after: after the last round's local training, without the
+    step or tuning of its own that Per-FedAvg and FedAvg-FT take `before`; global: as before, of the global model, where
+    a method has personal ones too (the column is there if any has); range: from the worst client to the best at the
+    method's own point; clients: how many `own` and `range` are about, for `after` is known of the clients that joined
+    the last round only.
     """
     rows = {}
     for name, histories in lists(runs).items():

@@ -17,8 +17,9 @@ Evaluated: v_i `before` steps 2 and 3, as it was kept, and `after` them, the met
            model: w^t before, θ_i after.
 
 Where released code differs, and what we do:
-  - litian96/ditto (a snapshot without a date) takes a step of v_i on a mini-batch after each step of w on it. Here
-    step 3 comes after step 2: the same, for what draws v_i is the w^t that arrived, not the θ_i in training.
+  - litian96/ditto (a snapshot without a date) takes a step of v_i, then one of θ_i, on each of ten mini-batches. Here
+    step 3 follows step 2, in epochs: the order is of no account, for v_i is drawn to the w^t that arrived, not to θ_i.
+  - It draws clients by n_i, and then their mean is uniform. Here all are as likely, and the mean is FedAvg's.
   - Its flag has λ = 0, its README runs λ = 1, and an option picks λ from {0.1, 1, 2} by the loss on validation data.
     Here λ is one number.
   - TsingZ0/PFLlib d832e76 (2025-11-29) has λ = 0 by default, which is Local; KarhouTam/FL-bench 06e658b (2025-10-09)

@@ -31,8 +31,9 @@ Where released code differs, and what we do:
   - Neither TsingZ0/PFLlib d832e76 (2025-11-29) nor KarhouTam/FL-bench 06e658b (2025-10-09) has the method.
   - The README of adap/flower's baseline (we have not read its code, nor checked it against the paper) names a support
     share of 0.2, which is ours too; for FEMNIST α = 0.001, β = 0.0001 and five inner steps, for Shakespeare 0.1, 0.01
-    and one; batches of 10; and Adam outside. ddayzzz/federated-meta adds that its own inner loop is plain gradient
-    descent. Here both steps are plain, on whole sets, the inner one once: our rates are larger.
+    and one; batches of 10; and Adam. By ddayzzz/federated-meta's README the paper has Adam as everybody's local
+    optimizer, and its own inner loop is plain gradient descent. Here both steps are plain, on whole sets, the inner
+    one once: our rates are larger.
   - The paper holds out whole clients for tests, to our knowledge (not checked against the text). Here S_i and Q_i are
     of each client's training samples, and every client is tested on its own test samples.
   - A client with one sample has it in both sets.

@@ -22,13 +22,15 @@ f_i(w̃; D').
 Travels:   the whole model, down and up.
 Keeps:     nothing; clients are stateless.
 Evaluated: w_i `before` local training, the method's product: step 5, which is deterministic and sees no test sample.
-           And w_{i,τ} `after` it, as uploaded: the algorithm takes no step 5 from there, and one more pass over all
-           samples would add half of what "fo" costs in a round of one epoch.
+           And w_{i,τ} `after` it, as uploaded: the algorithm takes no step 5 from there. It is a point to step from,
+           not to use: `after` may be at chance where `before` is high, and is no result to compare methods by.
 
 Training's momentum, weight decay and clipping are not used: the steps are those above. Batch-norm's statistics move
 once a step, with the pass at w̃ over D' (so α = 0 is FedAvg in them too), in step 5 once for each piece of at most 100
 samples, and are averaged as w is.
 Over few samples batch-norm's curvature can be huge, and the product with the Hessian is too: "fo" is safe there.
+A ReLU's kink between w − δv and w + δv adds its jump over 2δ to "hf", often more than the product itself. A
+larger δ is steadier there; "exact" sees no kinks.
 
 Where released code differs, and what we do:
   - TsingZ0/PFLlib d832e76 (2025-11-29) has "fo" only. It steps twice through the data in a round, with batches twice

@@ -1,7 +1,8 @@
 """pFedMe: a client's model θ is the solution of its own task near w; the global w moves towards all of these solutions.
 
 Source: T. Dinh, Tran, Nguyen: Personalized Federated Learning with Moreau Envelopes. NeurIPS 2020, arXiv 2006.08848.
-It minimizes the mean over clients of F_i(w) = min_θ f_i(θ) + λ/2 ‖θ − w‖², whose gradient is ∇F_i(w) = λ (w − θ̃_i).
+It minimizes the mean over clients of F_i(w) = min_θ f_i(θ) + λ/2 ‖θ − w‖². With θ̂_i the θ of this minimum, ∇F_i(w) is
+λ (w − θ̂_i); θ̃_i is what is found of θ̂_i.
 
 Round t, for the sampled clients S_t:
     1.  the server sends                      w^t

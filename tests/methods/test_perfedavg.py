@@ -160,6 +160,23 @@ def test_two_rounds_in_plain_torch(uneven, by_hand, linear, plain, play, rolled,
         assert trees.unequal(state.server[1], away.server[1]) > 1e-4
 
 
+def test_three_exact_steps_descend_the_objective(uneven, plain, play, one_thread):
+    """Where a batch is all samples: gradient descent on f_i(w − α ∇f_i(w)), by autograd through the inner step."""
+    fed = uneven(rule={"lr": 0.3, "epochs": 3, "batch_size": 20})
+    _, (result,) = play(fed, make("perfedavg", inner_lr=0.2, variant="exact"), 1)
+    for i in range(4):
+        peer, batch = plain(fed, i), fed.train[i]
+        w = [p.detach() for p in (*peer.r.parameters(), *peer.h.parameters())]
+        for _ in range(3):
+            w = [p.requires_grad_() for p in w]
+            w_tilde = [p - 0.2 * g for p, g in zip(w, grads(peer, w, batch, graph=True), strict=True)]
+            z = nn.functional.linear(batch[0], *w_tilde[:2]).relu()
+            loss = nn.functional.cross_entropy(nn.functional.linear(z, *w_tilde[2:]), batch[1])
+            w = [(p - 0.3 * g).detach() for p, g in zip(w, torch.autograd.grad(loss, w), strict=True)]
+        for ours, expected in zip(trees.leaves(trees.row(result.held, i)), w, strict=True):
+            assert (ours - expected).abs().max() < 1e-12
+
+
 @every_variant
 def test_the_batches_of_a_step_are_drawn_independently(by_hand, scalar_net, monkeypatch, variant):
     """Each of them goes through all samples, once an epoch, in an order of its own; D' in that of FedAvg's batches."""
