@@ -14,7 +14,7 @@ FEDAH = (
     "fedprox",
     "perfedavg",
     "pfedme",
-    "fedamp",
+    "fedamp",  # at settings of ours, chosen on digits
     "ditto",
     "fedper",
     "fedrep",

@@ -468,7 +468,7 @@ def of(changes, **last):
         ("AH5", runs(ditto=MID, pfedme=HIGH), DISAGREES, "contradicted by ditto − pfedme"),
         ("AH5", runs(ditto=NEAR, pfedme=MID), OPEN, "within noise: ditto − pfedme"),
         ("AH5", runs(ditto=NEAR), OPEN, "too few of its methods"),
-        ("AH16", runs(fedala=HIGH, fedfomo=MID, fedamp=LOW), AGREES, ""),
+        ("AH16", runs(fedala=HIGH, fedfomo=MID, fedamp=LOW), AGREES, "fedamp's alpha, lam and sigma are ours, chosen"),
         ("AH16", runs(fedala=MID, fedfomo=LOW, fedamp=HIGH), DISAGREES, "contradicted by fedala − fedamp"),
         ("AH16", runs(fedala=NEAR, fedfomo=LOW, fedamp=MID), OPEN, "within noise: fedala − fedamp"),
         ("AH16", runs(fedfomo=LOW, fedamp=MID), OPEN, "too few of its methods"),
@@ -477,6 +477,18 @@ def of(changes, **last):
 def test_claims_about_one_set(claim, there, verdict, why):
     found = claims.check(claim, there)
     assert found.verdict == verdict and why in found.why
+
+
+def test_settings_of_ours_are_told_where_accuracies_count():
+    ours = "fedamp's alpha, lam and sigma are ours, chosen on digits"
+    there = runs(fedah=HIGH, fedamp=MID, fedper=LOW, fedrep=LOW, fedavg=LOW)
+    assert {c: ours in claims.check(c, there).why for c in ("AH1", "AH7", "AH12")} == {
+        "AH1": True,
+        "AH7": True,
+        "AH12": False,  # bytes are the same at any settings
+    }
+    assert ours not in claims.check("AH1", {m: h for m, h in there.items() if m != "fedamp"}).why
+    assert ours not in claims.check("AH16", runs(fedamp=LOW)).why  # nothing was compared
 
 
 @pytest.mark.parametrize(

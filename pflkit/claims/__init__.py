@@ -95,6 +95,7 @@ def check(claim_id, runs):
     why += [f"not checked: {part}{reason}" for part, reason in unchecked.items()]
     why += [f"without {', '.join(missing)}"] if missing else []
     why += [claim.remark] if claim.remark and comparisons else []
+    why += [ours for name, ours in fedah.OURS.items() if name in there and comparisons and not claim.exact]
     coverage = [f"{len(claim.parts) - len(unchecked)} of {len(claim.parts)} parts"] if unchecked else []
     coverage += [f"{len(there)} of {len(claim.methods)} methods"] if missing else []
     return Verdict(claim.id, claim.text, verdict, "; ".join(why), ", ".join(coverage), comparisons)

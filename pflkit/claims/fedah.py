@@ -22,6 +22,7 @@ COLUMNS = (
 )
 PERSONAL = ("fedah", "fedala", "fedrep", "fedper", "ditto", "fedamp", "fedfomo", "pfedme", "perfedavg")
 ELEVEN = (*PERSONAL, "fedavg", "fedprox")
+OURS = {"fedamp": "fedamp's alpha, lam and sigma are ours, chosen on digits"}  # said wherever its accuracy counts
 PAPER = {"fedah": 58.79, "fedala": 55.92}  # Cifar100, practical, as quoted by third parties; the source of AH2
 
 

@@ -21,7 +21,8 @@ Evaluated: w_i^p `before` local training, of the new cores and old weights; w_i^
 
 Client i's weights are in the order of the clients i, i + 1, ..., N − 1, 0, ..., i − 1; the first is its own, p_ii.
 p_0 is known from the start and not counted, like the initial model and N: sizes do not change.
-A round holds N − 1 cores for each sampled client: N² models in all where everyone joins, or is scored.
+A round holds N − 1 cores for each sampled client, twice while they are sent: 2 N² models in all where everyone joins,
+or is scored: 46 GB for 100 clients with the 4-layer CNN. A `budget` saves bytes, not memory, for cores are then kept.
 As p_ii is near 1/N at first, a core moves at about η_1 / N: slowly, at the local rate of other methods.
 Momentum, decay and clipping of `Training`, where set, act on cores and weights alike, as one vector.
 FLOPs counted are those of the model; the mix and its gradient take about 4 N a parameter and step more.
@@ -35,14 +36,15 @@ once before any comes again. In the mix a client uses the last copy it got of ea
 model: leaving the missing ones out would scale the model down, by its missing weights.
 
 Where released code differs, and what we do:
-  - ljaiverson/pFL-APPLE (a snapshot without a date) has λ(r) μ ‖p_i − p_0‖² without the ½, so twice our μ. It trains
-    with η_1 = .01 and momentum .9, η_2 = .001, μ = .1, L = .1 and the exponential λ; the last four are our defaults.
-  - TsingZ0/PFLlib d832e76 (2025-11-29) starts at 1/N in place of n_j / n.
-  - It uploads the personalized model and sets the core back, so that cores are never what is shared.
+  - ljaiverson/pFL-APPLE 30a02c4 trains with η_1 = .01 and momentum .9, η_2 = .001, μ = .1, L = .1 of all rounds and the
+    exponential λ; the last four are our defaults. But its penalty λ(r) μ ‖p_i − p_0‖² is without the ½, so its μ is
+    .2 here; and its exponential λ is 0 from round L on. Here it goes on falling.
+  - TsingZ0/PFLlib d832e76 (2025-11-29) starts at p_ij = 1/N. Here it is n_j / n.
+  - It uploads the personalized model and sets the core back, so that cores are never shared. Here they are.
   - The mix that it uploads and scores is that of the start of the last batch: a step is lost. Here it is made anew.
-  - Its gradient in p is a mean over elements and tensors in place of the inner product, and its η_2 and μ are 0 by
-    default, which freezes p.
-  - Its λ is a round late.
+  - Its gradient in p is a mean over elements and tensors, and its η_2 and μ are 0 by default, which freezes p. Here it
+    is the inner product, and neither is 0.
+  - Its λ is a round late. Here round r has λ(r).
   - All its clients train, whatever the join ratio. Here those that are not sampled are not touched.
   - It multiplies η_1 by N, to make up for p_ii = 1/N. Here η_1 is the local learning rate; `core_lr` sets another.
 """
@@ -122,8 +124,8 @@ class APPLE:
     )
     product: ClassVar[str] = "after"
 
-    lr_p: float = 0.001  # η_2; the released code's, as mu, scheduler and L
-    mu: float = 0.1  # μ
+    lr_p: float = 0.001  # η_2; the released code's, as scheduler and L
+    mu: float = 0.1  # μ; the number is the released code's, whose penalty is twice as strong
     scheduler: str = "exp"  # of λ; or "cos"
     L: float = 0.1  # the share of all rounds that the paper's L is
     core_lr: float | None = None  # η_1; None: the local learning rate

@@ -4,8 +4,8 @@ Source: Huang, Chu, Zhou, Wang, Liu, Pei, Zhang: Personalized Cross-Silo Federat
 arXiv 2007.03797.
 
 It lowers Σ_i f_i(w_i) + λ Σ_{i<j} A(‖w_i − w_j‖²) with A(x) = 1 − e^(−x/σ), by a step on the second sum at the server
-and a proximal step on the first at the clients. The server keeps all N clients' models w_i. Round k, for the sampled
-clients:
+and a proximal step on the first at the clients (α takes in the 2 of the derivative of ‖w_i − w_j‖²). The server keeps
+all N clients' models w_i. Round k, for the sampled clients:
     1.  the server weighs the other models    ξ_ij = α A'(‖w_i − w_j‖²) = α/σ e^(−‖w_i − w_j‖²/σ)   for j ≠ i
         and the client's own                  ξ_ii = 1 − Σ_{j≠i} ξ_ij
     2.  mixes and sends                       u_i = Σ_j ξ_ij w_j                        (all N models, as last known)
@@ -18,22 +18,27 @@ Travels:   a whole model, down and up.
 Keeps:     the client's model w_i. The server keeps it too, with those of all others.
 Evaluated: what training starts from, u_i, `before` local training; w_i `after` it, the method's product.
 
-Norms and cosines are over trained parameters; batch-norm's statistics are mixed by ξ like the rest. ‖w_i − w_j‖² grows
-with the learning rate, the rounds and the model, so σ and α are to be tuned to it: `watch` records the weights.
+Norms and cosines are over trained parameters; batch-norm's statistics are mixed by ξ like the rest.
+
+The defaults of α, λ and σ are ours, no paper's. They were chosen in trials on digits (20 clients, an MLP and a small
+CNN, 20 and 30 rounds) in which test accuracies were seen: there FedAMP has been tuned, elsewhere it has not.
+‖w_i − w_j‖² grows with the learning rate, the rounds and the model, so before FedAMP is compared, tune σ and α to it;
+`watch` records the weights. The least ξ_ii is that of equal models, 1 − (N − 1) α/σ: by default 0.37 with 20 clients,
+and 0 with 31 and more, who then start from others' models only.
 
 Where released code differs, and what we do:
   - If α Σ A' > 1, the formula gives ξ_ii < 0, and u_i is no average: −18 for 20 equal models, α = σ = 1. TsingZ0/PFLlib
-    d832e76 (2025-11-29) and FLGo's version go on with that. Here the row's ξ_ij are divided by their sum, so that
-    ξ_ii = 0; this is ours, and no matter where models are equal, as all are at first.
+    d832e76 (2025-11-29), WwZzz/easyFL 0bc05fd (FLGo's version) and FLAIR-Community/Fling f8dfd56 go on with that. Here
+    the row's ξ_ij are divided by their sum, so that ξ_ii = 0; this is ours, and no matter where models are equal, as
+    all are at first.
   - PFLlib's proximal term has no gradient, so its FedAMP is Local whatever α, λ and σ. Here it has.
-  - Where SGD for step 3 starts is not known to us: from u_i in FLGo's version, from the client's last w_i in PFLlib's.
-    `start="own"` gives the latter; then w_i is also what is evaluated `before`, and w_i meets u_i only through λ/α.
-  - To our knowledge (not checked against the text) the paper has λ = 1 and α = 10⁴, times 0.1 every 30 rounds; so does
-    FLGo's version, with σ = 25 (Fling's: 100). With λ/α = 10⁻⁴ a few epochs feel no pull, and with α/σ that large every
-    ξ_ii is 0. PFLlib has α = λ = σ = 1. Here α is constant, and the defaults are ours, for small models and tens of
-    clients: on digits ξ_ii goes from 0.4 up, and falls with N.
-  - PFLlib mixes the models of those only that join a round. Here everybody's, as the clients last sent them; who has
-    never joined still has the initial model, and weighs as such.
+  - Where SGD for step 3 starts is not known to us: from u_i in FLGo's version, from the client's last w_i in PFLlib's
+    and Fling's. `start="own"` gives this; then w_i is also what is evaluated `before`, and meets u_i only through λ/α.
+  - FLGo's version and Fling have λ = 1 and α = 10⁴, times 0.1 every 30 rounds, and σ = 25 and 100. To our knowledge
+    (not checked against the text) the paper has the same λ and α. With λ/α = 10⁻⁴ a few epochs feel no pull, and with
+    α/σ that large ξ_ii is 0 unless models are far apart. PFLlib has α = λ = σ = 1. Here α is constant, by default 0.1.
+  - PFLlib mixes the models of those only that join a round, and fails where their number varies. Here everybody's, as
+    the clients last sent them; who has never joined still has the initial model, and weighs as such.
 """
 
 from dataclasses import dataclass
@@ -108,9 +113,9 @@ class FedAMP:
     paper: ClassVar[str] = "Personalized Cross-Silo Federated Learning on Non-IID Data (Huang et al., 2021)"
     product: ClassVar[str] = "after"
 
-    alpha: float = 0.1  # α (in the paper α_k); ours, see above
-    lam: float = 0.01  # λ; ours, see above
-    sigma: float = 3.0  # σ; ours, see above. With "attention" less is more selective, with "heuristic" more is
+    alpha: float = 0.1  # α (in the paper α_k); ours, chosen on digits, see above
+    lam: float = 0.01  # λ; ours, chosen on digits, see above
+    sigma: float = 3.0  # σ; ours, as these. With "attention" less is more selective, with "heuristic" more is
     weights: str = "attention"  # or "heuristic": HeurFedAMP
     self_weight: float = 0.5  # ξ_ii of the heuristic; ours
     start: str = "sent"  # training starts from u_i, or "own": from the client's last w_i

@@ -14,30 +14,36 @@ samples that is the same in every round, and f_i that on the rest. Round t, for 
     4.  trains                                θ_i <- SGD on f_i from θ̂_i, E epochs
     5.  keeps θ_i, and uploads                θ_i and all w_n, signed
     6.  the server stores θ_i and adds        P_in <- P_in + w_n
-Step 3 is a step from θ_i to first order, θ_i + Σ w_n⁺ (θ_n − θ_i), for the w_n⁺ sum to 1.
+As the w_n⁺ sum to 1, θ̂_i is θ_i + Σ w_n⁺ (θ_n − θ_i), the paper's step to first order.
 
 Travels:   M models down, one model and M numbers up. No client numbers do: the w_n come in the order of the models.
-Keeps:     its model θ_i. The server keeps N models and N² affinities.
+Keeps:     its model θ_i. The server keeps N models and N² affinities. A round holds M models for each sampled client,
+           twice while they are sent: 2.3 GB where 100 clients with the 4-layer CNN join, or are scored.
 Evaluated: θ̂_i `before` local training; θ_i `after` it.
 
 Ours, where we know of no rule: M is at most N − 1, all others; those that have not joined yet are candidates too, with
-the initial model; each place is drawn by itself, "unknown" is P_in = 0, and where nobody is, any of those not on the
-list may get the place; w_n is 0 where the distance is 0 or a loss not finite. The norm is over trained parameters, so
-over all but batch-norm's statistics, which are mixed by w⁺ like the rest.
+the initial model; "unknown" is P_in = 0, and where nobody is, any of those not on the list may get the place; w_n is 0
+where the distance is 0 or a loss not finite. The norm is over trained parameters, so over all but batch-norm's
+statistics, which are mixed by w⁺ like the rest. Each place is drawn by itself, as in the released code.
 
 Where released code differs, and what we do:
-  - The released NVlabs/FedFomo has M = 8, ε = .3 falling by .05 a round, and the own model in every list, with a weight
-    of .1 at first. Here the own model takes no place: by step 2 its weight is 0/0, which counts 0.
-  - TsingZ0/PFLlib d832e76 (2025-11-29) takes for θ_i in step 2 the model after the last mixing and before the last
-    training, so that the client's own trained model looks like the best candidate. Here θ_i is after the training.
-  - It has no ε, and the own model takes one of the M places.
-  - Its validation data are the last fifth of the file, none at all for fewer than five samples. Here they are drawn at
-    random, at least one; a client of a single sample trains and validates on it.
-  - It measures validation losses in training mode. Here batch-norm uses its running statistics, and dropout is off.
-  - It sends models to clients that are not sampled, too, and M is at most the number of clients that join.
-  - It scores the last round's θ_i, our `after`.
+  - The authors' NVlabs/FedFomo fae2375, as its README runs it, and TsingZ0/PFLlib d832e76 (2025-11-29) take for θ_i in
+    step 2 the model after the last mixing and before the last training, so that the own trained model, which they have
+    in the list, looks like the best candidate. Here θ_i is after the training, and no candidate: its w would be 0/0.
+    Which of the two the paper means, we have not checked against its text.
+  - The authors' code divides by the sum of absolute differences, adds w_n / |Σ w_m| to P, gives an exploring place to
+    anyone not on the list, and has for candidates only those who joined the last round. Here it is steps 1, 2 and 6.
+  - Its M is 8, in its README 4 and 9, others beside the own model; PFLlib's 5 are 4 others and the own, and no more
+    than clients that join. Here M are others.
+  - PFLlib has no ε. Here it is the authors': .3, falling by .05 a round.
+  - PFLlib validates on the last fifth of the file, and trains on the rest unshuffled; with fewer than five samples it
+    validates on all, and trains on none. Here validation data are drawn at random, at least one; a client of a single
+    sample trains and validates on it.
+  - PFLlib measures validation losses in training mode. Here batch-norm uses its running statistics, dropout is off.
+  - PFLlib sends models to clients that are not sampled, too. Here they get none, and are as they were.
+  - PFLlib scores the last round's θ_i, our `after`.
   - KarhouTam/FL-bench 06e658b (2025-10-09) draws new validation data every round, so that they are trained on in other
-    rounds. Here nobody ever trains on them. It has no ε.
+    rounds. Here they never are, but for a single sample. It has no ε.
 """
 
 from dataclasses import dataclass
@@ -107,8 +113,8 @@ class FedFomo:
     product: ClassVar[str] = "after"
 
     candidates: int = 5  # M; PFLlib's, and to our knowledge (not checked against the text) the paper's main runs'
-    epsilon: float = 0.3  # ε in the first round; the released configuration's
-    epsilon_decrease: float = 0.05  # what ε loses each round; the released configuration's
+    epsilon: float = 0.3  # ε_t in the first round; the authors' code's
+    epsilon_decrease: float = 0.05  # what ε_t loses each round, down to 0; the authors' code's
     share: float = 0.2  # of a client's training samples, for validation; PFLlib's
 
     def __post_init__(self):

@@ -25,12 +25,13 @@ Where released code differs, and what we do:
     extractor's output. Behind a ReLU it has no negative numbers, so that cosines are from 0 to 1 only.
   - In the released code's first round there are no previous models, and ℓ_con = 0; FL-bench takes r^t in a client's
     first round. Here it is r^0. In round 1 all this comes to one: z_g = z_p, ℓ_con is ln 2 and has no gradient.
-  - In the released code a client that has not joined before has random values of its own for a previous model.
+  - In the released code a client that joins late has random values of its own for a previous model. Here r^0, too.
   - PFLlib runs the previous and the global model in training mode, which moves the statistics of batch-norm. Here, as
     in the released code, in evaluation mode.
   - PFLlib takes exp and log one after the other, which overflows for small τ; here it is one function, which does not.
-  - PFLlib's default is μ = 0, which is FedAvg. To our knowledge (not checked) the paper has μ = 5 for CIFAR-10 and 1
-    for CIFAR-100 and Tiny-ImageNet, from {0.1, 1, 5, 10}, and τ = 0.5.
+  - PFLlib's defaults are μ = 0, which is FedAvg, and τ = 1; FL-bench's μ = 5, τ = 0.5. To our knowledge (not checked
+    against the text) the paper has μ = 5 for CIFAR-10 and 1 for CIFAR-100 and Tiny-ImageNet, from {0.1, 1, 5, 10}, and
+    τ = 0.5. Here they are the released code's: μ = 1, τ = 0.5.
 """
 
 from dataclasses import dataclass

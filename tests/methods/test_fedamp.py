@@ -90,6 +90,14 @@ def test_equal_models(digits):
     assert trees.unequal(fed.deployed(method, state, 1), trees.expand(fed.init(), 6)) == 0
 
 
+def test_the_least_own_weight_by_default():
+    """1 − (N − 1)/30 where models are equal: 11/30 for 20 clients, and from 31 on nothing."""
+    method = make("fedamp")
+    for N, least in ((20, 11 / 30), (30, 1 / 30), (31, 0), (100, 0)):
+        xi = fedamp.attention(torch.ones(N, N, dtype=torch.float64), method.alpha, method.sigma)
+        assert xi.diag().tolist() == pytest.approx([least] * N, abs=1e-14)
+
+
 def test_a_row_above_one_is_scaled():
     """20 equal models and α = σ = 1: the formula says ξ_ii = −18. Here 0, and each of the others has 1/19."""
     xi = fedamp.attention(torch.ones(20, 20, dtype=torch.float64), 1.0, 1.0)
