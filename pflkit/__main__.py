@@ -8,6 +8,10 @@ import yaml
 
 from pflkit.methods import METHODS
 
+data_root_option = click.option(
+    "--data-root", help="Folder of the data sets.  [$PFLKIT_DATA, else a folder of the user's cache]"
+)
+
 
 def refuse(error):
     """Ends with one line for bad input."""
@@ -69,7 +73,7 @@ def list_methods():
 
 
 @main.command("data")
-@click.option("--data-root", help="Folder of the data sets.  [$PFLKIT_DATA, else a folder of the user's cache]")
+@data_root_option
 def list_data(data_root):
     """Prints a line per data set: what is found of it, where, and what to do about the rest."""
     from pflkit.inventory import FOUND
@@ -99,17 +103,17 @@ def run_bench(full, out):
 @click.option("--scale", default="reduced", show_default=True, help="reduced (hours on two cores) or paper (GPU).")
 @click.option("--folder", default="figures/evidence", show_default=True, help="Where results are recorded.")
 @click.option("--jobs", default=-1, show_default=True, help="Experiments at once; -1: one a core.")
-@click.option("--data-root", help="Folder of the data sets.  [$PFLKIT_DATA, else a folder of the user's cache]")
+@data_root_option
 def run_evidence(names, scale, folder, jobs, data_root):
     """Runs what is missing of the papers' experiments whose names start with SET; without SET, lists them all."""
     from pflkit import protocols
-    from pflkit.evidence import collect, load
+    from pflkit.evidence import collect, missing
 
     try:
         sets = protocols.fedah(scale)
         if not names:
             for name, group in sets.items():
-                there = sum(map(len, load(f"{folder}/{name}").values()))
+                there = len(group) - len(missing(f"{folder}/{name}", group))
                 click.echo(f"{name:<36} {there} of {len(group)}")
             return
         for name in names:
@@ -169,7 +173,7 @@ def run_claims(ids, folder, out):
 @click.option("--set", "pairs", multiple=True, metavar="NAME=VALUE", help="A setting of the method. May be repeated.")
 @click.option("--engine", default="auto", show_default=True, help="auto, loop, threads or stacked.")
 @click.option("--device", help="cpu, cuda, ...; by default a GPU where there is one.")
-@click.option("--data-root", help="Folder of the data sets.  [$PFLKIT_DATA, else a folder of the user's cache]")
+@data_root_option
 @click.option("--out", help="Folder of results; a run cut short goes on from there.  [none]")
 def run(method, pairs, join_ratio, **options):
     """Trains METHOD and prints a line a round, and last its accuracies and costs."""

@@ -10,6 +10,7 @@ A run is told by its arguments: what is there is not run again, also if the code
 run it anew.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 import joblib
 import numpy as np
 import pandas as pd
+from filelock import FileLock
 
 from pflkit import notebook
 from pflkit.experiment import History, experiment
@@ -31,13 +33,16 @@ def collect(sets, folder=FOLDER, *, jobs=-1, data_root=None, say=print):
     """Runs what is missing of `sets`, {name: [arguments of `experiment`]}, recorded in folder/<name>/ as it comes.
 
     Each experiment is a process of its own with one thread; `jobs` of them run at once (-1: one a core), those of the
-    first set first. Returns the number of experiments that failed; each is told, with its traceback.
+    first set first. Returns the number of experiments that failed; each is told, with its traceback. Two that collect
+    the same at once may both run an experiment, but it is recorded once.
     """
+    if jobs == 0:
+        raise ValueError("jobs=0: must be a number of processes, or -1 for one a core")
     folder, failed = Path(folder), 0
-    todo = [(name, arguments) for name, group in sets.items() for arguments in group]
-    done = {name: [run["arguments"] for run in _runs(folder / name)] for name in sets}
-    todo = [(name, arguments) for name, arguments in todo if arguments not in done[name]]
-    say(f"{len(todo)} experiments to run, {sum(map(len, done.values()))} are there")
+    todo = [(name, arguments) for name, group in sets.items() for arguments in missing(folder / name, group)]
+    for name, _ in todo:
+        (folder / name).mkdir(parents=True, exist_ok=True)  # now, lest a bad folder be known after the first hour only
+    say(f"{len(todo)} experiments to run, {sum(map(len, sets.values())) - len(todo)} are there")
     with joblib.parallel_config(backend="loky", inner_max_num_threads=1):
         work = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered")(
             joblib.delayed(_one)(name, arguments, data_root) for name, arguments in todo
@@ -52,38 +57,56 @@ def collect(sets, folder=FOLDER, *, jobs=-1, data_root=None, say=print):
     return failed
 
 
+def missing(folder, group):
+    """Those of `group`, a list of arguments, that are not recorded in the set in `folder`; each of them once."""
+    there, left = [run["arguments"] for run in _runs(folder)], []
+    for arguments in group:
+        if (plain := _plain(arguments)) not in there:
+            there.append(plain)
+            left.append(arguments)
+    return left
+
+
 def record(folder, arguments, history):
-    """Adds a run to the set in `folder`."""
-    folder = Path(folder)
+    """Adds a run to the set in `folder`, where it is not there yet."""
+    folder, arguments = Path(folder), _plain(arguments)
     folder.mkdir(parents=True, exist_ok=True)
-    runs = _runs(folder)
-    number = max((run["run"] for run in runs), default=-1) + 1
-    last = history.clients["round"] >= history.config["rounds"]
-    for name, table in (("rounds", history.rounds), ("clients", history.clients[last])):
-        path, new = folder / f"{name}.csv", table.assign(run=number)
-        old = [pd.read_csv(path)] if path.exists() else []
-        old = [o[o["run"].isin([run["run"] for run in runs])] for o in old]  # without what a cut left half recorded
-        _write(path, pd.concat([*old, new]).to_csv(index=False, float_format="%.12g"))
-    config = {k: v for k, v in history.config.items() if k != "code"}
-    config["model"] = {k: v for k, v in config["model"].items() if k not in ("modules", "attributes")}
-    lines = [json.dumps(run) for run in [*runs, {"run": number, "arguments": arguments, "config": config}]]
-    _write(folder / "runs.jsonl", "\n".join(lines) + "\n")  # last: it says which runs there are
+    with FileLock(folder / ".lock"):  # another process may record in this set, too
+        runs = _runs(folder)
+        if any(run["arguments"] == arguments for run in runs):
+            return
+        number = max((run["run"] for run in runs), default=-1) + 1
+        last = history.clients["round"] >= history.config["rounds"]
+        for name, new in (("rounds", history.rounds), ("clients", history.clients[last])):
+            path, tables = folder / f"{name}.csv", [new.assign(run=number)]
+            if runs:
+                old = pd.read_csv(path)
+                whole = old["run"].isin([run["run"] for run in runs])  # a cut may have left others, half recorded
+                tables.insert(0, old[whole])
+            _write(path, pd.concat(tables).to_csv(index=False, float_format="%.12g"))
+        config = {k: v for k, v in history.config.items() if k != "code"}
+        config["model"] = {k: v for k, v in config["model"].items() if k not in ("modules", "attributes")}
+        lines = [json.dumps(run) for run in [*runs, {"run": number, "arguments": arguments, "config": config}]]
+        _write(folder / "runs.jsonl", "\n".join(lines) + "\n")  # last: it says which runs there are
 
 
 def load(folder):
     """{label: [History, one a seed]} of the set in `folder`, seeds in order; {} where there is none.
 
-    The Histories have clients' rows of the last round only, no watched values, and no state.
+    The Histories have clients' rows of the last round only, no watched values, and no state. Raises ValueError, or
+    OSError for a file that is missing, where the folder holds something else.
     """
-    folder, runs = Path(folder), _runs(folder)
-    tables = {name: pd.read_csv(folder / f"{name}.csv") for name in ("rounds", "clients")} if runs else {}
-    found = {}
-    for run in sorted(runs, key=lambda run: run["config"]["seed"]):
-        own = [table[table["run"] == run["run"]].drop(columns="run") for table in tables.values()]
-        rounds, clients = (table.dropna(axis=1, how="all").reset_index(drop=True) for table in own)
-        product = getattr(METHODS.get(run["config"]["method"]), "product", "after")
-        history = History(run["config"], product, rounds, clients, pd.DataFrame(), np.empty((0, 0)), None)
-        found.setdefault(label(run["arguments"]), []).append(history)
+    folder, runs, found = Path(folder), _runs(folder), {}
+    with _names(folder):
+        tables = [pd.read_csv(folder / f"{name}.csv") for name in ("rounds", "clients")] if runs else []
+        for run in sorted(runs, key=lambda run: run["config"]["seed"]):
+            own = [table[table["run"] == run["run"]].drop(columns="run") for table in tables]
+            if any(table.empty for table in own):
+                raise ValueError(f"run {run['run']} is not in its tables")
+            rounds, clients = (table.dropna(axis=1, how="all").reset_index(drop=True) for table in own)
+            product = getattr(METHODS.get(run["config"]["method"]), "product", "after")
+            history = History(run["config"], product, rounds, clients, pd.DataFrame(), np.empty((0, 0)), None)
+            found.setdefault(label(run["arguments"]), []).append(history)
     return found
 
 
@@ -115,7 +138,8 @@ def root():
 def label(arguments):
     """The method's name, and its settings where they are not the defaults: "fedah", "fedah weight_lr=1.0"."""
     settings = arguments.get("settings") or {}
-    return " ".join([arguments["method"], *(f"{name}={value}" for name, value in settings.items())])
+    method = arguments.get("method", "fedah")  # as `experiment` has it
+    return " ".join([method, *(f"{name}={value}" for name, value in settings.items())])
 
 
 def _one(name, arguments, data_root):
@@ -127,10 +151,28 @@ def _one(name, arguments, data_root):
 
 def _runs(folder):
     path = Path(folder) / "runs.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if not path.exists():
+        return []
+    with _names(path):
+        runs = [json.loads(line) for line in path.read_text().splitlines()]
+        return [{"run": run["run"], "arguments": run["arguments"], "config": run["config"]} for run in runs]
+
+
+def _plain(arguments):
+    """Arguments as they are read back: a tuple is a list."""
+    return json.loads(json.dumps(arguments))
+
+
+@contextlib.contextmanager
+def _names(path):
+    """Within: what is wrong with a file's contents is told with its path."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
 
 
 def _write(path, text):
-    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    scratch = path.with_name(f"{path.name}.tmp")
     scratch.write_text(text)
     os.replace(scratch, path)

@@ -152,9 +152,8 @@ def experiment(
     model and lr are by default the data set's and the model's; a model "mlp-1+mlp-2" stands for clients that have one
     or the other, in turn; beta belongs to the Dirichlet partition, classes to the pathological ones, length and ngrams
     to AG News (see `text.ag_news`); samples: only so many of the data, drawn anew for each seed; settings are the
-    method's own. Other `options` (out, eval_every, fresh,
-    progress) are those of `run`. Of the defaults, those of clients, join ratio, batches, epochs and beta are the FedAH
-    paper's; the rest ours.
+    method's own. Other `options` (out, eval_every, fresh, progress) are those of `run`. Of the defaults, those of
+    clients, join ratio, batches, epochs and beta are the FedAH paper's; the rest ours.
     """
     for key in options.keys() - {"out", "eval_every", "fresh", "progress"}:
         raise ValueError(f"{key}={options[key]!r}: experiment has no such argument")

@@ -42,9 +42,9 @@ def fedah(scale="paper"):
     base = {"clients": 20, "rounds": 2000 if paper else 40, "eval_every": 1 if paper else 2}
     seeds, sets = range(5 if paper else 3), {}
 
-    def add(name, dataset, methods=FEDAH, model=None, **more):
-        one = base | {"dataset": dataset} | ({"model": model} if model else {}) | ({} if paper else REDUCED[dataset])
-        sets[name] = [{"method": m, **one, **more, "seed": seed} for seed in seeds for m in methods]
+    def add(name, dataset, **more):
+        one = base | {"dataset": dataset} | ({} if paper else REDUCED[dataset]) | more
+        sets[name] = [{"method": m, **one, "seed": seed} for seed in seeds for m in FEDAH]
 
     for dataset in ("cifar10", "cifar100", "mnist"):
         add(f"table1/{dataset}-dirichlet", dataset, partition="dirichlet", beta=0.1)

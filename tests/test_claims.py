@@ -838,10 +838,10 @@ def test_sets_of_other_seeds_of_one_value_or_of_no_pairs_are_not_compared():
     there = by_beta({0.1: FALL[0], 0.5: FALL[1]})
     alone = {"set 0.1": there["set 0.1"]}
     assert claims.check("AH9", alone).why.startswith("one beta only: 0.1")
-    fewer = there | {"set 0.5": {m: group[:2] for m, group in there["set 0.5"].items()}}
-    assert "set 0.5 and set 0.1 were not run on the same seeds" in claims.check("AH9", fewer).why
+    other = there | {"set 0.5": {m: group[::-1] for m, group in there["set 0.5"].items()}}
+    assert "set 0.5 and set 0.1 were not run on the same seeds" in claims.check("AH9", other).why
     torn = {name: dict(group) for name, group in there.items()}
-    torn["set 0.5"]["fedrep"] = torn["set 0.5"]["fedrep"][:2]
+    torn["set 0.5"]["fedrep"] = torn["set 0.5"]["fedrep"][::-1]
     assert "set 0.5: fedrep and fedah were not run on the same seeds" in claims.check("AH9", torn).why
     assert claims.check("AH9", {}).why.startswith("none of its methods was run in every set")
 
@@ -871,7 +871,7 @@ def stored(folder, there):
         for m, histories in group.items():
             for h in histories:
                 h.clients["round"] = h.config["rounds"]
-                evidence.record(folder / name, {"method": m}, h)
+                evidence.record(folder / name, {"method": m, "seed": h.config["seed"]}, h)
     return folder
 
 
@@ -942,6 +942,13 @@ def test_evidence_that_cannot_be_read_is_named(tmp_path, text):
         (tmp_path / f"a/{name}.csv").write_text("run\n0\n")
     with pytest.raises(ValueError, match=r"a/runs\.jsonl: cannot be read: "):
         report.read(tmp_path)
+
+
+def test_evidence_with_another_configuration_is_named(tmp_path):
+    there = runs(fedah=HIGH)
+    del there["fedah"][1].config["eval_every"]
+    with pytest.raises(ValueError, match=r"a/runs\.jsonl: cannot be read: a run's configuration has no 'eval_every'"):
+        report.read(stored(tmp_path, {"a": there}))
 
 
 # --- GH8 and GH9: FedGH's ledger and work -----------------------------------------------------------------------------
@@ -1295,6 +1302,28 @@ def test_seeds_must_match_and_differ():
     assert "not run on the same seeds" in claims.check("AH6", mixed).why
     same = {m: [history(m, [80], 4)] * 3 for m in ("fedper", "fedrep")}
     assert "a seed occurs twice: 4, 4, 4" in claims.check("AH6", same).why
+
+
+def test_seeds_that_a_method_lacks_are_left_out_for_all():
+    """Of seeds 0 to 3 FedRep lacks the last, on which FedAH is behind."""
+    there = runs(4, fedah=[80, 81, 82, 0], fedrep=[70, 71, 73, 90])
+    open_ = claims.check("AH1", there)
+    assert open_.verdict == "not tested" and len(open_.numbers[0].values) == 4 and "seeds" not in open_.why
+    del there["fedrep"][3]
+    found = claims.check("AH1", there)
+    assert found.verdict == AGREES and found.numbers[0].values == pytest.approx((10, 10, 9))
+    assert "on 3 of 4 seeds: the others are not there for all" in found.why
+    del there["fedrep"][0]
+    assert claims.check("AH1", there).why.startswith("2 of at least 3 seeds; ")
+    there["fedrep"] = [history("fedrep", [70], 9)]
+    assert "not run on the same seeds" in claims.check("AH1", there).why
+
+
+def test_seeds_that_a_set_lacks_are_left_out_of_all():
+    three = claims.check("AH9", by_beta({0.1: FALL[0], 0.5: FALL[1]}))
+    before, after = ({m: [*values, 50] for m, values in ends.items()} for ends in FALL)
+    found = claims.check("AH9", by_beta({0.1: before, 0.5: after | {"fedrep": MID}}))
+    assert found.numbers == three.numbers and "on 3 of 4 seeds" in found.why
 
 
 def test_one_method_must_have_one_setting_and_one_design():

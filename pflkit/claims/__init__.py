@@ -28,11 +28,11 @@ narrow one. Its margin of 1 point is ours; a 95 % interval is stricter than the 
 90 %. A claim of several comparisons holds if all do, and is contradicted if one is; with many of them the latter
 happens by chance more often than 2.5 % of the time, so read the numbers.
 
-A claim is checked with those of its methods that were run (in every set, where it compares sets), in those of its parts
-that the runs can check. The verdict then says how many of them there were, and speaks of no others. A paper's absolute
-numbers are compared at full scale only, each by `close`; below it only the signs count. Accuracy is a History's one
-number: mean over clients, last round, at the method's own point (the papers report the best round on test data, which
-flatters).
+A claim is checked with those of its methods that were run (in every set, where it compares sets), on the seeds that all
+of these have, in those of its parts that the runs can check. The verdict then says how many of them there were, and
+speaks of no others. A paper's absolute numbers are compared at full scale only, each by `close`; below it only the
+signs count. Accuracy is a History's one number: mean over clients, last round, at the method's own point (the papers
+report the best round on test data, which flatters).
 """
 
 from dataclasses import dataclass
@@ -72,11 +72,12 @@ def check(claim_id, runs):
 
     For a claim that compares sets (it `varies` a key of the configuration): {any name: such runs}, a set for a value.
 
+    A seed that one of the methods, or of the sets, lacks is left out of all.
     Methods that the claim does not name are ignored. Raises ValueError for an unknown claim and for runs under another
     method's name.
     """
     claim = CLAIMS[choice("claim_id", claim_id, CLAIMS)]
-    sets = _sets(claim, runs)
+    sets, seeds = _on_shared_seeds(_sets(claim, runs))
     there = {name for runs in sets.values() for name in runs}
     none = f"none of its methods was run{' in every set' if claim.varies else ''}"
     lacking = _lacking(claim, sets) if there else [none]
@@ -94,6 +95,7 @@ def check(claim_id, runs):
     missing = [name for name in claim.methods if name not in there]
     why += [f"not checked: {part}{reason}" for part, reason in unchecked.items()]
     why += [f"without {', '.join(missing)}"] if missing else []
+    why += [seeds] if seeds else []
     why += [claim.remark] if claim.remark and comparisons else []
     why += [ours for name, ours in fedah.OURS.items() if name in there and comparisons and not claim.exact]
     coverage = [f"{len(claim.parts) - len(unchecked)} of {len(claim.parts)} parts"] if unchecked else []
@@ -116,6 +118,20 @@ def _sets(claim, runs):
                     where = f"[{label!r}]" if claim.varies else ""
                     raise ValueError(f"runs{where}[{name!r}]: holds a run of {history.config['method']!r}")
     return sets
+
+
+def _on_shared_seeds(sets):
+    """The sets without runs of seeds that some method lacks, if any seed is left; and that in words, "" if all are."""
+    seeds = [{h.config["seed"] for h in group} for runs in sets.values() for group in runs.values()]
+    shared, every = (set.intersection(*seeds), set.union(*seeds)) if seeds else (set(), set())
+    if not shared or shared == every:
+        return sets, ""
+
+    def keep(group):
+        return [h for h in group if h.config["seed"] in shared]
+
+    kept = {name: {m: keep(group) for m, group in runs.items()} for name, runs in sets.items()}
+    return kept, f"on {len(shared)} of {len(every)} seeds: the others are not there for all"
 
 
 def _lacking(claim, sets):

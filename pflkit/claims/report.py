@@ -10,7 +10,7 @@ from pflkit.checks import choice
 from pflkit.claims import CLAIMS, Verdict, check
 from pflkit.claims import numbers as numbers_of
 from pflkit.claims import table as table_of
-from pflkit.claims.comparisons import fixed
+from pflkit.claims.comparisons import DESIGN, fixed
 from pflkit.claims.scale import departures, values_of
 
 TABLES = ("partition", "beta", "classes", "clients", "join_ratio", "epochs")  # what the papers' tables vary
@@ -49,10 +49,11 @@ def read(folder):
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"folder={str(folder)!r}: is not a folder")
     for path in sorted(folder.rglob("runs.jsonl")):
-        try:
-            sets[path.parent.relative_to(folder).as_posix()] = evidence.load(path.parent)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}: cannot be read: {error}") from None
+        runs = evidence.load(path.parent)
+        for history in (h for group in runs.values() for h in group):
+            if lacking := {"method", "settings", "seed", *DESIGN} - history.config.keys():
+                raise ValueError(f"{path}: cannot be read: a run's configuration has no {min(lacking)!r}")
+        sets[path.parent.relative_to(folder).as_posix()] = runs
     return sets
 
 
