@@ -85,7 +85,7 @@ class Ours:
         self.state = fed.start(self.method)
 
     def play(self):
-        self.held = self.fed.play(self.method, self.state, ROUNDS).held
+        self.held = self.fed.play(self.method, self.state, ROUNDS + 1).held
 
     @property
     def server(self):
@@ -105,11 +105,7 @@ def cases(full):
 
     def made_up(n, *shape, words=None):
         """Samples of a shape, for the speed of a step does not depend on what they show."""
-        x = (
-            draw.uniform(-1, 1, (n, *shape)).astype(np.float32)
-            if words is None
-            else draw.integers(0, words, (n, *shape))
-        )
+        x = draw.integers(0, words, (n, *shape)) if words else draw.uniform(-1, 1, (n, *shape)).astype(np.float32)
         return data.Dataset("made up", torch.from_numpy(x), draw.integers(0, 10, n), tuple(range(10)), words)
 
     digits, images = data.load("digits"), made_up(4000, 1, 28, 28)

@@ -47,6 +47,10 @@ class Descent:
         """The fixed arguments with `of` of each tree; a number is everybody's."""
         return [f if isinstance(f, numbers.Real) else of(f) for f in self.fixed]
 
+    def of_client(self, i):
+        """Client i's own copy of the params, and the fixed arguments."""
+        return own_copy(trees.row(self.params, i), self.model.plain), self.still(lambda f: trees.row(f, i))
+
 
 def one_by_one(d, each, dropout):
     """The trained tree [C, ...], mean values, samples and skipped batches [C] of a Descent, each client by itself.
@@ -73,15 +77,16 @@ def one_by_one(d, each, dropout):
 
     @torch.enable_grad()
     def client(i):
-        own = as_trained(own_copy(trees.row(d.params, i), d.model.plain))
-        moving, still = [t.requires_grad_(d.step is None) for t in d.moving(own)], d.still(lambda f: trees.row(f, i))
+        own, still = d.of_client(i)
+        own = as_trained(own)
+        moving = [t.requires_grad_(d.step is None) for t in d.moving(own)]
         pull = d.pull and ([anchor[i] for anchor in d.moving(d.pull[0])], d.pull[1])
         velocity, values, sizes, means = None, {}, [], []
         for epoch in range(d.epochs[i]):
             first = len(sizes)
             for drawn in batches(i, epoch):
                 if d.step is None:
-                    value, extras = _value(d.loss(d.model, own, drawn[0], *still))
+                    value, extras = value_and_extras(d.loss(d.model, own, drawn[0], *still))
                     velocity = _step(d, moving, _gradients(value, moving), velocity, pull)
                 else:
                     stepped, value, extras = _stepped(d, own, drawn, still)
@@ -131,7 +136,7 @@ def all_at_once(d, check):
         still = d.still(lambda f: trees.like(f, next(still)))
         stepped = ()
         if d.step is None:
-            value, extras = _value(d.loss(d.model, own, (x[0], y[0]), *still))
+            value, extras = value_and_extras(d.loss(d.model, own, (x[0], y[0]), *still))
         else:
             stepped, value, extras = _stepped(d, own, tuple(zip(x.unbind(), y.unbind(), strict=True)), still)
         recorded = {name: torch.as_tensor(t, device=y.device) for name, t in {"loss": value, **extras}.items()}
@@ -267,10 +272,10 @@ def _stepped(d, own, batches, still):
     if was != now:
         leaf = min(n for n in was.keys() | now.keys() if was.get(n) != now.get(n))
         raise ValueError(f"{name}: {leaf!r} is {now.get(leaf, 'missing')}, and was {was.get(leaf, 'missing')}")
-    return trees.tree_map(lambda _, new: new, own, given[0]), *_value(given[1])
+    return trees.tree_map(lambda _, new: new, own, given[0]), *value_and_extras(given[1])
 
 
-def _value(given):
+def value_and_extras(given):
     """A loss's (value, named extras)."""
     return given if isinstance(given, tuple) else (given, {})
 

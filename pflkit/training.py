@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pflkit import trees
 from pflkit.checks import boolean, choice, integer, real
-from pflkit.descent import Descent, all_at_once, one_by_one, own_copy, slope
+from pflkit.descent import Descent, all_at_once, one_by_one, own_copy, slope, value_and_extras
 from pflkit.messages import Rows
 from pflkit.models import Model, as_trained
 from pflkit.streams import GLOBAL, rng, torch_seed
@@ -293,14 +293,15 @@ class Clients:
 
         @torch.no_grad()
         def client(i):
-            own, still = own_copy(trees.row(params, i), self.model.plain), descent.still(lambda f: trees.row(f, i))
+            own, still = descent.of_client(i)
             for batch in self._pieces(i):
-                value = loss(self.model, own, batch, *still)
-                means[i] += float(value[0] if isinstance(value, tuple) else value) * len(batch[1]) / self.n[i]
+                value, _ = value_and_extras(loss(self.model, own, batch, *still))
+                means[i] += float(value) * len(batch[1]) / self.n[i]
 
+        @torch.no_grad()
         def two_samples():
-            with torch.no_grad():
-                loss(self.model, trees.row(params, 0), self._two(), *descent.still(lambda f: trees.row(f, 0)))
+            own, still = descent.of_client(0)
+            loss(self.model, own, _two(self.data), *still)
 
         self.engine.each(client, self.n)
         self._count(_kind("mean", descent), two_samples, self.n)
@@ -317,7 +318,7 @@ class Clients:
 
         @torch.no_grad()
         def client(i):
-            own, still = own_copy(trees.row(params, i), self.model.plain), descent.still(lambda f: trees.row(f, i))
+            own, still = descent.of_client(i)
             for batch in self._pieces(i):
                 if descent.skip_singles and len(batch[1]) == 1:
                     skipped[i] += 1
@@ -329,8 +330,8 @@ class Clients:
             trees.put(after, [i], trees.tree_map(lambda t: t[None], own))
 
         def two_samples():
-            one = trees.row(params, 0)
-            slope(self.model, loss, one, self._two(), *descent.still(lambda f: trees.row(f, 0)))
+            own, still = descent.of_client(0)
+            slope(self.model, loss, own, _two(self.data), *still)
 
         def in_context(i):
             with self._dropout(i, "gradient"):
@@ -346,10 +347,6 @@ class Clients:
         x, y = self.data[i]
         pieces = -(-len(y) // ROWS)
         return zip(x.tensor_split(pieces), y.tensor_split(pieces), strict=True)
-
-    def _two(self):
-        x, y = self.data[0]
-        return x[[0, -1]], y[[0, -1]]  # also where there is one sample only
 
     def through(self, extractor):
         """The same clients with features [n, r] for inputs, computed once by the frozen `extractor` [C, ...].
@@ -385,9 +382,9 @@ class Clients:
             samples[i] = self.n[i]
             return _forward(lambda x: f(self.model, own, x), self.data[i][0])
 
+        @torch.no_grad()
         def two_samples():
-            with torch.no_grad():
-                f(self.model, trees.row(params, 0), self.data[0][0][[0, -1]])
+            f(self.model, trees.row(params, 0), _two(self.data)[0])
 
         self._count(f, two_samples, samples)
         return _Later(client, len(self.n))
@@ -480,16 +477,20 @@ def _kind(what, d):
 @torch.enable_grad()
 def _two_samples(d):
     """The first client's step in a Descent on two samples, for the FLOP counter."""
-    x, y = d.data[0]
-    rows = [0, -1]  # also where there is one sample only
-    batch, own = (x[rows], y[rows]), as_trained(trees.clone(trees.row(d.params, 0)))
-    still = d.still(lambda f: trees.row(f, 0))
+    (own, still), batch = d.of_client(0), _two(d.data)
+    own = as_trained(own)
     if d.step is not None:
         d.step(d.model, own, (batch,) * d.draws, *still)
         return
     moving = [leaf.requires_grad_() for leaf in d.moving(own)]
-    value = d.loss(d.model, own, batch, *still)
-    torch.autograd.grad(value[0] if isinstance(value, tuple) else value, moving, allow_unused=True)
+    value, _ = value_and_extras(d.loss(d.model, own, batch, *still))
+    torch.autograd.grad(value, moving, allow_unused=True)
+
+
+def _two(data):
+    """Two samples of the first client, (x, y); one of them twice where it has no other."""
+    x, y = data[0]
+    return x[[0, -1]], y[[0, -1]]
 
 
 @torch.no_grad()  # here, in the client's own thread: the caller's grad mode does not reach it

@@ -1734,6 +1734,7 @@ def tuned(model, params, batch, held, mu):
 @EXACT
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("rows", [1, 7, 61, 1000])
+@pytest.mark.filterwarnings("ignore:.*has dropout, so its clients train in a loop")
 @pytest.mark.parametrize("name", ["mlp", "norm", "dropout"])
 def test_mean_is_over_samples_and_in_evaluation_mode(name, rows, engine, monkeypatch):
     """Against torch's own modules after eval(), sample by sample, whatever the pieces."""
