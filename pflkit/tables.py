@@ -45,27 +45,23 @@ def across(sets):
 
 def budget(runs, patience):
     """A row per method: bytes a client and round, FLOPs and seconds of a round of all clients, as in `cost`; and until
-    it has converged (`costs.rounds_to_convergence`): rounds, seconds, and MB of all clients both ways. Means over
+    it has converged (`costs.to_convergence`): rounds, seconds, and MB of all clients both ways. Means over
     the seeds that have; "" where none has, with their number beside it.
     """
     rows = {}
     for name, histories in lists(runs).items():
-        one, ends = costs.per_round(histories[0]), []
-        for history in histories:
-            if (end := costs.rounds_to_convergence(history, patience)) is not None:
-                until = history.rounds[history.rounds["round"] <= end]
-                megabytes = until[["bytes_down", "bytes_up"]].to_numpy().sum() / 1e6
-                ends.append((end, until["seconds"].sum(), megabytes))
-        rounds, seconds, megabytes = np.mean(ends, 0) if ends else ("", "", "")
+        one, ends = costs.per_round(histories[0]), [costs.to_convergence(h, patience) for h in histories]
+        ends = [end for end in ends if end is not None]
+        mean = pd.DataFrame(ends).mean()
         rows[name] = {
             "MB down": f"{one['bytes down / client'] / 1e6:.3f}",
             "MB up": f"{one['bytes up / client'] / 1e6:.3f}",
             "MFLOP": f"{one['FLOPs'] / 1e6:,.0f}",
             "seconds": f"{np.mean([costs.per_round(h)['seconds'] for h in histories]):.3f}",
             "converged": f"{len(ends)} of {len(histories)}",
-            "rounds": f"{rounds:.0f}" if ends else "",
-            "seconds in all": f"{seconds:.1f}" if ends else "",
-            "MB in all": f"{megabytes:,.1f}" if ends else "",
+            "rounds": f"{mean['rounds']:.0f}" if ends else "",
+            "seconds in all": f"{mean['seconds']:.1f}" if ends else "",
+            "MB in all": f"{mean['bytes'] / 1e6:,.1f}" if ends else "",
         }
     return pd.DataFrame(rows).T.rename_axis("method")
 

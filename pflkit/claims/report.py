@@ -13,7 +13,7 @@ from pflkit.claims import table as table_of
 from pflkit.claims.comparisons import DESIGN, fixed
 from pflkit.claims.scale import departures, values_of
 
-TABLES = ("partition", "beta", "classes", "clients", "join_ratio", "epochs")  # what the papers' tables vary
+VARIED = ("partition", "beta", "classes", "clients", "join_ratio", "epochs")  # what the papers' tables vary
 
 
 def report(folder=evidence.FOLDER, ids=()):
@@ -91,7 +91,7 @@ def lines(found):
 def _own(claim, group, sets):
     """Whether one of the group's sets is of the claim's own design."""
     configs = [_config(claim, sets[name]) for name in group]
-    return any(values_of(c)["dataset"] in claim.settings and not departures(claim, c).keys() & TABLES for c in configs)
+    return any(values_of(c)["dataset"] in claim.settings and not departures(claim, c).keys() & VARIED for c in configs)
 
 
 def _groups(claim, sets):
