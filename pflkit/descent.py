@@ -226,7 +226,7 @@ def _compare(stacked, alone, before):
         a, b = a.detach().double(), b.detach().double()
         allowed = (1e-3 * (b - old).abs()).maximum(1e-6 * b.abs().clamp(min=1))
         if b.isfinite().all() and b.numel() and not (a - b).abs().max() <= allowed.max():
-            raise RuntimeError("torch.vmap gives other gradients or values than each client by itself")
+            raise RuntimeError("torch.vmap gives other numbers than each client by itself")
 
 
 def slope(model, loss, params, batch, *fixed):
