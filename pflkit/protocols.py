@@ -24,11 +24,11 @@ FEDAH = (
 )
 SCALES = ("paper", "reduced")
 REDUCED = {  # samples of all clients together, train and test, and the one rate of all methods
-    "mnist": {"samples": 1600, "lr": 0.02},
-    "cifar10": {"samples": 1600, "lr": 0.02},
-    "cifar100": {"samples": 3200, "lr": 0.02},
+    "mnist": {"samples": 1600, "lr": 0.05},
+    "cifar10": {"samples": 1600, "lr": 0.05},
+    "cifar100": {"samples": 3200, "lr": 0.05},
     "agnews": {"samples": 3200, "lr": 1.0},
-    "tiny-imagenet": {"samples": 1600, "lr": 0.02},
+    "tiny-imagenet": {"samples": 1600, "lr": 0.05},
 }
 
 

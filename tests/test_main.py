@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner
 
-from pflkit import claims, data, evidence, reproduce, trees
+from pflkit import claims, data, evidence, reproduce
 from pflkit.__main__ import main, value_of
 from pflkit.methods import METHODS
 
@@ -74,21 +74,11 @@ def test_run_prints_a_line_a_round_and_last_its_numbers():
     assert int(numbers["up"]) == int(numbers["down"]) == 2 * 4 * MLP * 4  # rounds, clients, parameters, bytes of each
 
 
-class Both(METHODS["local"]):
-    """Clients' own models, and the initial one as a global one."""
-
-    def deploy(self, clients, kept, message):
-        start = trees.tree_map(lambda t: t.expand(len(clients.n), *t.shape), clients.model.init())
-        return {"personal": kept, "global": start}
-
-
-def test_run_tells_the_accuracy_of_a_global_model(monkeypatch):
-    monkeypatch.setitem(METHODS, "both", Both)
-    *rounds, last = printed("run", "both", *SMALL)
-    numbers = LAST.fullmatch(last).groupdict()
-    before = re.match(r"both  round 1/2  before (0\.\d{4})  after ", rounds[0])[1]
-    assert numbers["global"] == before != numbers["before"]  # before the first round all have the initial model
-    assert LAST.fullmatch(printed("run", "local", *SMALL)[-1])["global"] is None
+def test_run_tells_the_accuracy_of_a_global_model():
+    """Ditto's is FedAvg's, to the bit; methods with one model have none."""
+    ditto, fedavg = (LAST.fullmatch(printed("run", name, *SMALL)[-1]).groupdict() for name in ("ditto", "fedavg"))
+    assert ditto["global"] == fedavg["before"] != ditto["before"]
+    assert fedavg["global"] is None
 
 
 @pytest.mark.parametrize(

@@ -1300,7 +1300,7 @@ def test_stacked_steps_are_those_of_each_client(name, draws, often, rule):
         np.testing.assert_allclose(stacked.log[key], values, rtol=0, atol=1e-12, equal_nan=True)
 
 
-@ENGINES
+@EXACT
 @pytest.mark.parametrize("name", ["mlp", "norm"])
 def test_a_clients_steps_are_its_own(name, engine):
     """To the bit, whoever else trains, in any order, on one thread or two; a stack of convolutions, to rounding."""
@@ -1430,7 +1430,7 @@ def test_a_step_that_returns_something_else_is_refused(engine, step, message):
         clients.steps(faulty, {"w": torch.zeros(5, 3)})
 
 
-@ENGINES
+@EXACT
 def test_an_error_in_a_step_surfaces_as_itself(engine):
     def fragile(model, params, batches, bad):
         if bad["is"]:
