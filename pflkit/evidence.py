@@ -91,7 +91,7 @@ def record(folder, arguments, history):
 
 
 def load(folder):
-    """{label: [History, one a seed]} of the set in `folder`, seeds in order; {} where there is none.
+    """{label: [History, one a seed]} of the set in `folder`, methods and seeds in order; {} where there is none.
 
     The Histories have clients' rows of the last round only, no watched values, and no state. Raises ValueError, or
     OSError for a file that is missing, where the folder holds something else.
@@ -107,7 +107,8 @@ def load(folder):
             product = getattr(METHODS.get(run["config"]["method"]), "product", "after")
             history = History(run["config"], product, rounds, clients, pd.DataFrame(), np.empty((0, 0)), None)
             found.setdefault(label(run["arguments"]), []).append(history)
-    return found
+    order = list(METHODS)  # not that in which they ended
+    return dict(sorted(found.items(), key=lambda item: (order.index(item[0].split()[0]), item[0])))
 
 
 def scale(runs):
@@ -144,7 +145,7 @@ def label(arguments):
 
 def _one(name, arguments, data_root):
     try:
-        return name, arguments, experiment(**{"engine": "loop", "data_root": data_root, **arguments}), None
+        return name, arguments, experiment(**{"data_root": data_root, **arguments}), None
     except Exception:
         return name, arguments, None, traceback.format_exc()
 

@@ -70,7 +70,9 @@ class Engine:
     `if x.max() > 0`) trains client by client, with one warning.
     """
 
-    WIDTH, NUMBERS = 8, 20_000  # narrower stacks, and those of more numbers a client, lost to a loop on a CPU
+    # Narrower stacks, and those of more numbers a client, lost to a loop on a CPU. Steps that take gradients by
+    # torch.func pay its price in a loop too, so for them it takes fewer clients.
+    WIDTH, STEPS, NUMBERS = 8, 4, 20_000
 
     def __init__(self, name="auto", model=None, device="cpu", width=1.0):
         self.wanted = choice("engine", name, ("auto", "loop", "threads", "stacked"))
@@ -83,19 +85,21 @@ class Engine:
                 warnings.warn(f"model={model.name!r}: has dropout, so its clients train in a loop", stacklevel=2)
             self.name = self.wanted = "loop"
 
-    def may_stack(self):
-        """Whether any training is stacked."""
-        return self.wanted == "stacked" or (self.wanted == "auto" and self.width >= self.WIDTH)
+    def may_stack(self, least=WIDTH):
+        """Whether any training is stacked that needs stacks of `least` clients."""
+        return self.wanted == "stacked" or (self.wanted == "auto" and self.width >= least)
 
     def names(self):
         """What a run's result depends on, if only by rounding."""
-        return [self.name, *(["stacked"] if self.may_stack() else [])]
+        return [self.name, *(["stacked"] if self.may_stack(self.STEPS) else [])]
 
-    def stacks(self, loss, numbers, vectors):
-        """Whether clients train all at once on `loss`: `numbers` trained ones each; vectors: inputs are [B, r]."""
+    def stacks(self, loss, numbers, vectors, least=WIDTH):
+        """Whether clients train all at once on `loss`: `numbers` trained ones each; vectors: inputs are [B, r]; least:
+        as for may_stack.
+        """
         small = numbers <= self.NUMBERS and (vectors or not self.convolutional)
         helps = self.wanted == "stacked" or small or not self.on_cpu
-        return self.may_stack() and helps and loss not in self.refused
+        return self.may_stack(least) and helps and loss not in self.refused
 
     def each(self, f, sizes):
         """f(i) for every client i, the largest `sizes[i]` first. The first exception of any client is raised."""
@@ -202,11 +206,12 @@ class Clients:
         """The descent by the engine that suits it: (trained tree, mean values, samples, skipped batches)."""
         what, features = descent.step or descent.loss, isinstance(self.data, _Later)
         train = np.flatnonzero(descent.epochs).tolist()
-        if features and self.engine.may_stack():
+        least = Engine.WIDTH if descent.step is None else Engine.STEPS
+        if features and self.engine.may_stack(least):
             self.engine.each(lambda j: self.data[train[j]], self.n[train])
         vectors = features and self.data.complete(train) and self.data[train[0]][0].ndim == 2
         refusal = None
-        if self.engine.stacks(what, sum(t[0].numel() for t in descent.moving(descent.params)), vectors):
+        if self.engine.stacks(what, sum(t[0].numel() for t in descent.moving(descent.params)), vectors, least):
             try:
                 nothing = tuple(t[:0] for t in self.data[train[0]])
                 data = [self.data[i] if number else nothing for i, number in enumerate(descent.epochs)]

@@ -703,3 +703,13 @@ def test_a_loss_without_a_name_can_be_stacked_and_refused():
     assert trees.unequal(c.sgd(functools.partial(model_loss), params), want) == 0
     with pytest.warns(UserWarning, match="cannot be stacked"):
         c.sgd(functools.partial(branching), params)
+
+
+def test_steps_that_are_not_sgd_are_stacked_from_fewer_clients():
+    """Their gradients come by torch.func, which is slow one client at a time, too."""
+    model = mlp()
+    for width, sgd, steps in ((3.9, False, False), (4.0, False, True), (8.0, True, True)):
+        engine = Engine("auto", model, width=width)
+        assert engine.stacks(model_loss, 100, vectors=False) == sgd
+        assert engine.stacks(model_loss, 100, vectors=False, least=Engine.STEPS) == steps
+        assert ("stacked" in engine.names()) == steps

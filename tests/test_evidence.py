@@ -37,7 +37,7 @@ def test_what_is_read_is_what_was_run(quiet, tmp_path):
     found = evidence.load(tmp_path / "a/digits")
     assert list(found) == ["fedavg", "fedah"] and [len(runs) for runs in found.values()] == [2, 2]
     for run in sets["a/digits"]:
-        read, now = found[run["method"]][run["seed"]], experiment.experiment(**{"engine": "loop", **run})
+        read, now = found[run["method"]][run["seed"]], experiment.experiment(**run)
         assert read.product == now.product and read.summary() == pytest.approx(
             now.summary() | {"seconds": read.summary()["seconds"]}
         )
@@ -168,7 +168,7 @@ def test_the_command_lists_and_runs(tmp_path, monkeypatch):
     run = ["evidence", "--folder", str(tmp_path), "--jobs", "1"]
     assert "table1/digits" in CliRunner().invoke(main, run).output
     result = CliRunner().invoke(main, [*run, "table1"])
-    assert result.exit_code == 0 and list(evidence.load(tmp_path / "table1/digits")) == ["fedavg", "local"]
+    assert result.exit_code == 0 and list(evidence.load(tmp_path / "table1/digits")) == ["local", "fedavg"]
     assert evidence.load(tmp_path / "table2/digits") == {}
     listed = CliRunner().invoke(main, run).output
     assert "2 of 2" in listed and "0 of 1" in listed
