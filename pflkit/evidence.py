@@ -122,7 +122,8 @@ def scale(runs):
     parts += [f"{config['clients']} clients", kind, f"lr {config['training']['lr']:g}"]
     parts += [f"join ratio {join[0]:g} to {join[1]:g}"] if tuple(join) != (1.0, 1.0) else []
     parts += [f"{n} local epochs"] if (n := config["training"]["epochs"]) != 1 else []
-    return ", ".join([*parts, f"{config['rounds']} rounds", f"{max(map(len, runs.values()))} seeds"])
+    seeds = max(map(len, runs.values()))
+    return ", ".join([*parts, f"{config['rounds']} rounds", f"{seeds} seed{'s' * (seeds > 1)}"])
 
 
 def code():
