@@ -91,7 +91,10 @@ class Engine:
 
     def names(self):
         """What a run's result depends on, if only by rounding."""
-        return [self.name, *(["stacked"] if self.may_stack(self.STEPS) else [])]
+        if self.wanted == "stacked":
+            return ["all stacked"]
+        widths = {"stacked": self.WIDTH, "stacked steps": self.STEPS}
+        return [self.name, *(name for name, least in widths.items() if self.may_stack(least))]
 
     def stacks(self, loss, numbers, vectors, least=WIDTH):
         """Whether clients train all at once on `loss`: `numbers` trained ones each; vectors: inputs are [B, r]; least:

@@ -712,4 +712,4 @@ def test_steps_that_are_not_sgd_are_stacked_from_fewer_clients():
         engine = Engine("auto", model, width=width)
         assert engine.stacks(model_loss, 100, vectors=False) == sgd
         assert engine.stacks(model_loss, 100, vectors=False, least=Engine.STEPS) == steps
-        assert ("stacked" in engine.names()) == steps
+        assert ("stacked" in engine.names()) == sgd and ("stacked steps" in engine.names()) == steps

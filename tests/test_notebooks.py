@@ -143,7 +143,7 @@ def test_it_runs_and_leaves_pictures_with_their_numbers(executed, path, elsewher
     pictures = {name for name in left if name.endswith(".png")}
     assert pictures
     assert {name.replace(".png", ".csv") for name in pictures if "schematic" not in name} <= left
-    assert all(name.startswith(path.stem[:2] + "_") for name in left)
+    assert all(name.startswith(path.stem.partition("_")[0] + "_") for name in left)
     tables = {name for name in left if name.endswith(".md")}
     assert {name.replace(".md", ".csv") for name in tables} <= left
 
