@@ -41,7 +41,7 @@ class Plain:
             self.client(i)
             trained.append(tuple(trees.clone(dict(m.state_dict())) for m in (self.extractor, self.head)))
         self.heads = [head for _, head in trained]
-        self.server = trees.average(trees.tree_map(lambda *t: torch.stack(t), *trained), self.fed.n)
+        self.server = trees.average(trees.stack(trained), self.fed.n)
 
     def batches(self, i, phase):
         x, y = self.fed.train[i]

@@ -158,13 +158,13 @@ def all_at_once(d, check):
         """Steps of the clients `rows`; batches[k] [P, draws, B] are samples of the first P of them, P never growing."""
         nonlocal check
         at, width = torch.from_numpy(rows).to(y.device), None
+        learns = [moves and d.step is None for moves in d.trained]
         own, speeds = [t[at] for t in whole], [t[at] for t in velocity]
-        anchors = [_rows(t, at) for t in d.moving(d.pull[0])] if d.pull else []
-        stills = [[_rows(t, at) for t in trees.leaves(f)] for f in d.fixed if not isinstance(f, numbers.Real)]
+        anchors = [trees.pick(t, at) for t in d.moving(d.pull[0])] if d.pull else []
+        stills = [[trees.pick(t, at) for t in trees.leaves(f)] for f in d.fixed if not isinstance(f, numbers.Real)]
         for batch in batches:
             if len(batch) != width:
                 width = len(batch)
-                learns = [moves and d.step is None for moves in d.trained]
                 leaves = [t[:width].detach().requires_grad_(moves) for t, moves in zip(own, learns, strict=True)]
                 moving = [t for t in leaves if t.requires_grad]
                 speed, still = [t[:width] for t in speeds], [[t[:width] for t in f] for f in stills]
@@ -319,11 +319,6 @@ def _step(d, moving, grads, velocity, pull, stacked=False):
 def _mean(values, sizes):
     """The mean over samples of the batches' mean `values`."""
     return float(np.array(sizes) / sum(sizes) @ torch.stack(values).cpu().numpy())
-
-
-def _rows(t, at):
-    """Rows `at` of t [C, ...]; what is one value for all stays stored once."""
-    return t[:1].expand(len(at), *t.shape[1:]) if t.stride(0) == 0 else t[at]
 
 
 def own_copy(tree, channels_last):

@@ -68,12 +68,7 @@ def arrived(message, axes=("C", "K")):
 def split(message, at):
     """The message [C, ...] of the clients at the ascending positions `at`; what was shared stays stored once."""
 
-    def leaf(t):
-        if len(t) == len(at):
-            return t
-        return t[:1].expand(len(at), *t.shape[1:]) if t.stride(0) == 0 else t[at]
-
-    return trees.tree_map(leaf, message)
+    return trees.tree_map(lambda t: t if len(t) == len(at) else trees.pick(t, at), message)
 
 
 def nbytes(message, clients):

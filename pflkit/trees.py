@@ -54,6 +54,11 @@ def take(tree, ids):
     return tree_map(lambda t: t[torch.as_tensor(ids, device=t.device)], tree)
 
 
+def pick(leaf, at):
+    """Rows `at` of a tensor [C, ...], copied; but one value for all, as `expand` makes, stays stored once."""
+    return leaf[:1].expand(len(at), *leaf.shape[1:]) if leaf.stride(0) == 0 else leaf[at]
+
+
 def put(tree, ids, rows):
     """Writes `rows` [len(ids), ...] over rows `ids` of every leaf of `tree` [N, ...], in place."""
 
