@@ -9,7 +9,7 @@ import torch
 from pflkit import trees
 from pflkit.checks import choice, integer, real
 from pflkit.messages import arrived, nbytes, received, split
-from pflkit.models import Model
+from pflkit.models import Model, build
 from pflkit.streams import rng
 from pflkit.training import Clients, Engine, Training, evaluate, one_thread
 
@@ -60,17 +60,18 @@ class Group:
     """The clients `ids` that have one `model`. A method's `client` is called with each.
 
     sizes: training samples of every client of the federation [N], for methods whose clients know them from the start.
+    second: as Federation.second.
     """
 
-    def __init__(self, model, ids, sizes, device, dtype, engine):
-        self.model, self.ids, self.sizes = model, ids, sizes
+    def __init__(self, model, ids, sizes, device, dtype, engine, second):
+        self.model, self.ids, self.sizes, self.second = model, ids, sizes, second
         self.device, self.dtype, self.engine = device, dtype, engine
         self.flop_cache = {}
 
-    def init(self):
-        """The model's initial parameters (extractor, head), the same for every client and every method."""
+    def init(self, model=None):
+        """Initial parameters (extractor, head), by default the own model's: the same for every client and method."""
         return trees.tree_map(
-            lambda t: t.to(self.device, self.dtype if t.is_floating_point() else None), self.model.init()
+            lambda t: t.to(self.device, self.dtype if t.is_floating_point() else None), (model or self.model).init()
         )
 
     def each_client(self, tree):
@@ -141,13 +142,16 @@ class Federation:
         turns = [np.arange(g, partition.num_clients, len(models)) for g in range(len(models))]
         self.train, self.test = self._place(partition.train), self._place(partition.test)
         self.n = np.array([len(y) for _, y in self.train])
+        self._seconds = {}
         self.groups = [self._group(m, ids, engine) for m, ids in zip(models, turns, strict=True)]
 
     def _group(self, model, ids, engine):
         # How many clients train side by side, on average over the steps of the largest: the same in every round, so
         # that the engine is, and with it the rounding of a client's numbers.
         width = np.mean(self.join_ratio) * self.n[ids].sum() / self.n[ids].max()
-        return Group(model, ids, self.n, self.device, self.dtype, Engine(engine, model, self.device, width))
+        return Group(
+            model, ids, self.n, self.device, self.dtype, Engine(engine, model, self.device, width), self.second
+        )
 
     def _place(self, parts):
         """Each client's (x, y) on the device: views of one tensor in which a client's rows lie side by side."""
@@ -166,9 +170,21 @@ class Federation:
         """The model of all clients, or of the first group."""
         return self.groups[0].model
 
-    def init(self):
-        """The initial parameters (extractor, head) of the first group, as Group.init gives each group's."""
-        return self.groups[0].init()
+    def init(self, model=None):
+        """Initial parameters (extractor, head), by default of the first group's model, as Group.init gives each's."""
+        return self.groups[0].init(model)
+
+    def second(self, name=""):
+        """A Model that all clients can have beside their own, as FML and FedKD need one: a bundled one by its name, or
+        "": the one of fewest parameters among the clients' own.
+        """
+        if name == "":
+            return min((group.model for group in self.groups), key=Model.size)
+        if name not in self._seconds:
+            one = self.model
+            about = {"vocabulary": one.vocabulary, "seed": self.seed}
+            self._seconds[name] = build(name, one.shape, one.classes, **about)
+        return self._seconds[name]
 
     def by_group(self, ids):
         """Of the clients `ids`, group by group: (group number, positions in `ids`, positions in the group's ids)."""
@@ -207,7 +223,8 @@ class Federation:
         if len(groups) != 1:
             raise ValueError(f"ids={list(ids)}: must be clients of one model, at least one")
         group, data = self.groups[groups.pop()], [self.train[i] for i in ids]
-        return Clients(group.model, data, ids, round, rounds, self.training, self.seed, group.engine, group.flop_cache)
+        about = round, rounds, self.training, self.seed, group.engine, group.flop_cache, self.second
+        return Clients(group.model, data, ids, *about)
 
     def start(self, method):
         """The state before the first round. No two tensors of what clients keep share memory: `play` writes to it."""

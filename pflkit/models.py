@@ -12,6 +12,7 @@ import copy
 import functools
 import threading
 from collections import OrderedDict
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -163,9 +164,56 @@ class Model:
         """Whether the leaf `name` of a tree (see trees.named_leaves) is a buffer, which is not trained."""
         return name.rsplit("/")[-1] in self.buffers
 
+    def size(self):
+        """How many parameters it has, buffers left out."""
+        return sum(p.numel() for part in (self.extractor, self.head) for p in part.module.parameters())
+
     def init(self):
         """The model's initial parameters (extractor, head)."""
         return self.extractor.state(), self.head.state()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two models that train side by side on the same inputs, as losses and steps get them: a client's `own`, and the
+    `shared` one, whose architecture is everybody's.
+
+    Raises ValueError where one's parameter has the name of the other's buffer, for a tree may hold both.
+    """
+
+    own: Model
+    shared: Model
+
+    def __post_init__(self):
+        for one, other in ((self.own, self.shared), (self.shared, self.own)):
+            if mixed := other.buffers & (set().union(*one.init()) - one.buffers):
+                raise ValueError(
+                    f"model={one.name!r}: {min(mixed)!r} is a parameter here and a buffer of {other.name!r}; rename one"
+                )
+
+    @property
+    def name(self):
+        return f"{self.own.name} beside {self.shared.name}"
+
+    @property
+    def classes(self):
+        return self.own.classes
+
+    @property
+    def plain(self):
+        return self.own.plain and self.shared.plain
+
+    @property
+    def batch_norm(self):
+        return self.own.batch_norm or self.shared.batch_norm
+
+    @property
+    def dropout(self):
+        return self.own.dropout or self.shared.dropout
+
+    def is_buffer(self, name):
+        """As Model.is_buffer, of a leaf of either."""
+        return self.own.is_buffer(name) or self.shared.is_buffer(name)
 
 
 def from_modules(extractor, head, shape, classes, name="custom", vocabulary=None):

@@ -23,7 +23,7 @@ from pflkit import trees
 from pflkit.checks import boolean, choice, integer, real
 from pflkit.descent import Descent, all_at_once, one_by_one, own_copy, slope, value_and_extras
 from pflkit.messages import Rows
-from pflkit.models import Model, as_trained
+from pflkit.models import Model, Pair, as_trained
 from pflkit.streams import GLOBAL, rng, torch_seed
 
 ROWS = 100  # samples a forward pass without gradients takes at once: the fastest size measured on a CPU
@@ -79,7 +79,7 @@ class Engine:
         self.width, self.on_cpu = width, torch.device(device).type == "cpu"
         self.convolutional = model is not None and model.convolutional
         self.name = name if name in ("loop", "threads") else "threads" if self.convolutional and self.on_cpu else "loop"
-        self.checked, self.refused = set(), set()  # losses that can be stacked, and that cannot
+        self.checked, self.refused = set(), set()  # (loss, model) that can be stacked, and that cannot
         if model is not None and model.dropout:
             if name == "stacked":
                 warnings.warn(f"model={model.name!r}: has dropout, so its clients train in a loop", stacklevel=2)
@@ -96,13 +96,13 @@ class Engine:
         widths = {"stacked": self.WIDTH, "stacked steps": self.STEPS}
         return [self.name, *(name for name, least in widths.items() if self.may_stack(least))]
 
-    def stacks(self, loss, numbers, vectors, least=WIDTH):
+    def stacks(self, loss, model, numbers, vectors, least=WIDTH):
         """Whether clients train all at once on `loss`: `numbers` trained ones each; vectors: inputs are [B, r]; least:
         as for may_stack.
         """
         small = numbers <= self.NUMBERS and (vectors or not self.convolutional)
         helps = self.wanted == "stacked" or small or not self.on_cpu
-        return self.may_stack(least) and helps and loss not in self.refused
+        return self.may_stack(least) and helps and (loss, model) not in self.refused
 
     def each(self, f, sizes):
         """f(i) for every client i, the largest `sizes[i]` first. The first exception of any client is raised."""
@@ -119,12 +119,14 @@ class Clients:
 
     ids [C] client numbers; n [C] numbers of training samples, class_counts [C, K]; round, rounds (counted from 1);
     model. `sgd` and `steps` train; `mean`, `gradient` and `class_mean` are over local data; `through`, `part` and
-    `split` give the same clients with other inputs or fewer samples. `log` collects mean losses [C] by phase.
+    `split` give the same clients with other inputs or fewer samples, and `beside` with a second model, which `second`
+    gives as Federation.second does. `log` collects mean losses [C] by phase.
     """
 
-    def __init__(self, model, data, ids, round, rounds, training, seed, engine, flop_cache):
+    def __init__(self, model, data, ids, round, rounds, training, seed, engine, flop_cache, second=None):
         self.model, self.data, self.ids, self.round, self.rounds = model, data, ids, round, rounds
         self.training, self.seed, self.engine, self._flop_cache = training, seed, engine, flop_cache
+        self.second = second
         self.n = np.array([len(y) for _, y in data])
         self.log, self._work = {}, []
 
@@ -214,14 +216,16 @@ class Clients:
             self.engine.each(lambda j: self.data[train[j]], self.n[train])
         vectors = features and self.data.complete(train) and self.data[train[0]][0].ndim == 2
         refusal = None
-        if self.engine.stacks(what, sum(t[0].numel() for t in descent.moving(descent.params)), vectors, least):
+        if self.engine.stacks(
+            what, self.model, sum(t[0].numel() for t in descent.moving(descent.params)), vectors, least
+        ):
             try:
                 nothing = tuple(t[:0] for t in self.data[train[0]])
                 data = [self.data[i] if number else nothing for i, number in enumerate(descent.epochs)]
                 with one_thread():
-                    given = all_at_once(replace(descent, data=data), what not in self.engine.checked)
+                    given = all_at_once(replace(descent, data=data), (what, self.model) not in self.engine.checked)
                 if given[2].any():  # a step was taken, so it was checked
-                    self.engine.checked.add(what)
+                    self.engine.checked.add((what, self.model))
                 return given
             except Exception as error:  # whatever torch.vmap refuses; an error of the loss itself comes again below
                 refusal = str(error).strip().partition("\n")[0]
@@ -229,7 +233,7 @@ class Clients:
         engine = Engine("loop") if vectors else self.engine
         given = one_by_one(descent, lambda f: engine.each(f, self.n), lambda i: self._dropout(i, phase))
         if refusal is not None:
-            self.engine.refused.add(what)
+            self.engine.refused.add((what, self.model))
             name = f"{getattr(what, '__name__', what)} on {self.model.name!r}"
             warnings.warn(f"{name} cannot be stacked, so clients train one by one: {refusal}", stacklevel=4)
         return given
@@ -258,6 +262,12 @@ class Clients:
             if a.shape != p.shape:
                 raise ValueError(f"pull, {name!r}, is {list(a.shape)}, must be {list(p.shape)}, as in params")
         return anchor, real("mu", mu, 0)
+
+    def beside(self, shared):
+        """The same clients with `shared`, a Model, beside their own: what trains gets models.Pair(own, shared)."""
+        some = copy.copy(self)  # shallow: the log, and the work counted, stay common to both
+        some.model = Pair(self.model, shared)
+        return some
 
     @property
     def class_counts(self):
@@ -427,7 +437,7 @@ class Clients:
 
     def _count(self, work, step, samples):
         # The shape of inputs is asked for when it is needed, lest features be extracted that nobody trains on.
-        self._work.append((work, lambda data=self.data: data[0][0].shape[1:], step, samples))
+        self._work.append(((self.model, work), lambda data=self.data: data[0][0].shape[1:], step, samples))
 
     def _record(self, phase, seen, out):
         finite = np.array([all(bool(t[i].isfinite().all()) for t in trees.leaves(out)) for i in range(len(seen))])

@@ -427,6 +427,23 @@ def test_clients_get_the_models_in_turn():
     assert [part["own"][:, 0].tolist() for part in kept] == [[0, 3, 6], [1, 4, 7], [2, 5]]
 
 
+def test_a_second_model_is_one_by_name_or_the_smallest_of_the_clients():
+    nets = [models.build(name, SMALL.shape, 10) for name in ("mlp", "mlp-5", "mlp-1")]
+    assert nets[1].size() < nets[0].size() and nets[1].size() < nets[2].size()
+    fed = Federation(SMALL, partition.iid(SMALL.y, 6), nets, seed=3, dtype=torch.float64)
+    assert fed.second() is nets[1] is fed.groups[2].second()
+    named = fed.second("mlp-4")
+    assert named is fed.groups[1].second("mlp-4") is fed.clients([0, 3], 1, 2).second("mlp-4")  # built once
+    want = models.build("mlp-4", SMALL.shape, 10, seed=3).init()
+    given = fed.init(named)
+    assert trees.unequal(given, trees.tree_map(torch.Tensor.double, want)) == 0
+    assert all(t.dtype == torch.float64 for t in trees.leaves(given))
+    with pytest.raises(ValueError, match="model='nosuch': must be one of"):
+        fed.second("nosuch")
+    with pytest.raises(ValueError, match="model='resnet18': does not fit"):
+        fed.second("resnet18")
+
+
 def test_a_list_of_one_model_is_that_model():
     split, net = partition.iid(SMALL.y, 4), models.build("mlp", SMALL.shape, 10)
     ends = []

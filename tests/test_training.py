@@ -1291,7 +1291,11 @@ def test_stacked_steps_are_those_of_each_client(name, draws, often, rule):
         clients = sampled(model, sizes, engine=engine)
         ends.append((clients.steps(involved, state, held, 0.3, often, draws=draws, **rule), clients))
     (got, stacked), (want, loop) = ends[1], ends[0]
-    assert (involved in stacked.engine.checked) == moves and not stacked.engine.refused and not loop.engine.checked
+    assert (
+        ((involved, model) in stacked.engine.checked) == moves
+        and not stacked.engine.refused
+        and not loop.engine.checked
+    )
     assert trees.unequal(got, want) < 1e-12 and trees.unequal(state, before) == 0
     assert (trees.unequal(got["own"], state["own"]) > 1e-3) == moves
     assert torch.equal(got["count"], want["count"]) and got["count"].dtype == torch.int64
@@ -1382,6 +1386,61 @@ def test_flops_of_a_loss_differ_by_its_numbers_and_by_what_is_trained():
             clients._flop_cache = cache
             use(clients, often)
             assert clients.flops().tolist() == (often * each * n).tolist()
+
+
+# Two models side by side
+
+
+def both(pair, params, batch):
+    """Cross-entropies of a client's own model and of a shared one, which do not meet."""
+    own, shared = params
+    return F.cross_entropy(pair.own.predict(own, batch[0]), batch[1]) + F.cross_entropy(
+        pair.shared.predict(shared, batch[0]), batch[1]
+    )
+
+
+@pytest.mark.parametrize("engine", ["loop", "threads", "stacked"])
+def test_two_models_that_do_not_meet_train_as_each_alone(engine):
+    """To the bit where each client has steps of its own; and the work counted is that of both."""
+    own, sizes, rule = build("mlp", (1, 5, 5), CLASSES), (2, 7, 10, 12), {"lr": 0.1, "momentum": 0.5}
+    shared, data = make_model("norm"), [samples((1, 5, 5), n, i, torch.float64) for i, n in enumerate((2, 7, 10, 12))]
+    alone = []
+    for model in (own, shared):
+        clients = sampled(model, sizes, engine=engine, data=data, **rule)
+        alone.append((clients.sgd(model_loss, start(model, 4)), clients.flops()))
+    clients = sampled(own, sizes, engine=engine, data=data, **rule)
+    beside = clients.beside(shared)
+    together = beside.sgd(both, (start(own, 4), start(shared, 4)))
+    bound = 1e-12 if engine == "stacked" else 0
+    assert trees.unequal(together[0], alone[0][0]) <= bound and trees.unequal(together[1], alone[1][0]) <= bound
+    assert trees.unequal(together[1], start(shared, 4)) > 1e-3
+    assert clients.flops().tolist() == (alone[0][1] + alone[1][1]).tolist()
+    assert clients.model is own and beside.model.own is own and beside.model.shared is shared
+
+
+def test_flops_beside_another_model_are_measured_anew():
+    own, data, cache, found = make_model("mlp"), [samples((6,), 10, 0, torch.float64)], {}, []
+    for name in ("mlp-1", "mlp-5"):
+        clients, shared = sampled(own, (10,), data=data), build(name, (6,), CLASSES)
+        clients._flop_cache = cache
+        clients.beside(shared).sgd(both, (start(own, 1), start(shared, 1)))
+        found.append(float(clients.flops()[0]))
+    assert found[0] != found[1] and len(cache) == 2
+
+
+def test_a_name_that_is_a_buffer_of_one_model_and_a_parameter_of_the_other_is_refused():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.running_mean = nn.Parameter(torch.ones(25))
+
+        def forward(self, x):
+            return x * self.running_mean
+
+    scaled = nn.Sequential(nn.Flatten(), Scaled()), nn.Linear(25, CLASSES)
+    scaled = from_modules(*scaled, (1, 5, 5), CLASSES, name="scaled")
+    with pytest.raises(ValueError, match="'scaled': '1.running_mean' is a parameter here and a buffer of 'custom'"):
+        sampled(scaled).beside(make_model("norm"))
 
 
 # Faults in a step

@@ -22,7 +22,8 @@ and only where a paper needs them
                          each, and all uploads have one structure
 
 What `clients` offers to `local` and `deploy` (see pflkit.training.Clients): ids, n, class_counts, round, rounds, model;
-sgd, and steps of other kinds (with descent.slope); mean, gradient and class_mean of local data; through, part, split.
+sgd, and steps of other kinds (with descent.slope); mean, gradient and class_mean of local data; through, part, split;
+beside, for a second model that all clients share, which fed.second(name), group.second and clients.second give.
 """
 
 import dataclasses
