@@ -1439,7 +1439,7 @@ def test_a_name_that_is_a_buffer_of_one_model_and_a_parameter_of_the_other_is_re
 
     scaled = nn.Sequential(nn.Flatten(), Scaled()), nn.Linear(25, CLASSES)
     scaled = from_modules(*scaled, (1, 5, 5), CLASSES, name="scaled")
-    with pytest.raises(ValueError, match="'scaled': '1.running_mean' is a parameter here and a buffer of 'custom'"):
+    with pytest.raises(ValueError, match=r"'scaled': '1\.running_mean' is a parameter here and a buffer of 'custom'"):
         sampled(scaled).beside(make_model("norm"))
 
 
