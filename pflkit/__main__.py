@@ -110,7 +110,7 @@ def run_evidence(names, scale, folder, jobs, data_root):
     from pflkit.evidence import collect, missing
 
     try:
-        sets = protocols.fedah(scale)
+        sets = protocols.fedah(scale) | protocols.fedgh(scale)
         if not names:
             for name, group in sets.items():
                 there = len(group) - len(missing(f"{folder}/{name}", group))
@@ -169,6 +169,9 @@ def run_claims(ids, folder, out):
 @click.option("--lr", type=float, help="Local rate.  [cnn: 0.005; cnn-1 to -5, resnet18, fasttext: 0.01; else 0.05]")
 @click.option("--batch-size", default=10, show_default=True)
 @click.option("--epochs", default=1, show_default=True, help="Local epochs.")
+@click.option("--momentum", default=0.0, show_default=True, help="Of local SGD; and so are the next two.")
+@click.option("--weight-decay", default=0.0, show_default=True)
+@click.option("--clip", type=float, help="The largest norm of a step's gradient.  [none]")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--set", "pairs", multiple=True, metavar="NAME=VALUE", help="A setting of the method. May be repeated.")
 @click.option("--engine", default="auto", show_default=True, help="auto, loop, threads or stacked.")

@@ -137,6 +137,9 @@ def experiment(
     lr=None,
     batch_size=10,
     epochs=1,
+    momentum=0.0,
+    weight_decay=0.0,
+    clip=None,
     seed=0,
     settings=None,
     engine="auto",
@@ -165,7 +168,8 @@ def experiment(
     for name in (model or "mlp").split("+"):
         checks.choice("model", name, models.MODELS)
     checks.choice("partition", partition, partitions.SCHEMES)
-    training.Training(lr=0.01 if lr is None else lr, batch_size=batch_size, epochs=epochs)
+    step = {"momentum": momentum, "weight_decay": weight_decay, "clip": clip}
+    training.Training(lr=0.01 if lr is None else lr, batch_size=batch_size, epochs=epochs, **step)
     training.Engine(engine)
     integer("rounds", rounds, 1)
     integer("seed", seed, 0)
@@ -182,7 +186,7 @@ def experiment(
         raise ValueError(f"lr=None: must be given, for {model} have different rates by default")
     given = {key: value for key, value in (("beta", beta), ("classes", classes)) if value is not None}
     split = partitions.make(partition, loaded.y, clients, seed=seed, **given)
-    rule = training.Training(lr=LR[names[0]] if lr is None else lr, batch_size=batch_size, epochs=epochs)
+    rule = training.Training(lr=LR[names[0]] if lr is None else lr, batch_size=batch_size, epochs=epochs, **step)
     fed = federation.Federation(
         loaded, split, nets, training=rule, join_ratio=join_ratio, seed=seed, engine=engine, device=device
     )

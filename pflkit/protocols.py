@@ -1,6 +1,7 @@
 """The papers' experiments, as sets of arguments for `experiment`: at the papers' scale, and reduced.
 
     fedah("paper")["table1/cifar10-dirichlet"] -> [{"method": "fedah", "dataset": "cifar10", ..., "seed": 0}, ...]
+    fedgh("reduced")["fedgh/mixed/cifar10-10clients"] -> likewise
 
 `reduced` is ours, for two CPU cores: fewer samples, rounds and seeds, and one learning rate for all methods of a set.
 What no paper states is ours, too, and said beside it.
@@ -32,6 +33,11 @@ REDUCED = {  # samples of all clients together, train and test, and the one rate
     "agnews": {"samples": 3200, "lr": 1.0, "rounds": 100, "eval_every": 5},  # before 60 rounds FedAvg learns nothing
     "tiny-imagenet": {"samples": 1600, "lr": 0.05},
 }
+
+
+# FedGH's baselines are not all known; these are ours. FedAvg needs one model for all.
+FEDGH = ("local", "fedavg", "fedproto", "lg_fedavg", "fd", "fml", "fedkd", "fedgh")
+MIXED = "+".join(f"cnn-{i}" for i in range(1, 6))
 
 
 def fedah(scale="paper"):
@@ -68,4 +74,42 @@ def fedah(scale="paper"):
         rounds = {5: 1000, 10: 800, 20: 500, 40: 300}[epochs] if paper else max(2, base["rounds"] // epochs)
         work = {"epochs": epochs, "rounds": rounds}
         add(f"table5/cifar10-epochs{epochs}", "cifar10", few=True, partition="dirichlet", beta=0.1, **work)
+    return sets
+
+
+def fedgh(scale="paper"):
+    """The FedGH paper's experiments (arXiv 2303.13137) with CNN-1 for all (`same`) and with CNN-1 to 5 (`mixed`).
+
+    What is known of the protocol is the released code's: rate 0.01 with momentum 0.9, decay 0.001, gradients clipped at
+    50; 500 rounds of 10 local epochs in batches of 64 (mixed: 30 in batches of 512). Ours: about 10 clients a round for
+    any number of them, the classes a client has where they vary, the header's rates, 5 seeds.
+    """
+    choice("scale", scale, SCALES)
+    paper = scale == "paper"
+    step = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3, "clip": 50.0}
+    work = {False: {"epochs": 10, "batch_size": 64}, True: {"epochs": 30, "batch_size": 512}}
+    few = {"samples": 1600, "lr": 0.01, "momentum": 0.9, "epochs": 3, "batch_size": 64, "rounds": 30}
+    seeds, sets = range(5 if paper else 3), {}
+
+    def add(name, dataset, mixed, methods=FEDGH, clients=100, join=0.1, settings=None, **more):
+        one = {"dataset": dataset, "model": MIXED if mixed else "cnn-1", "partition": "classes_per_client"}
+        one |= {"classes": 10 if dataset == "cifar100" else 2, "clients": clients, "join_ratio": join}
+        one |= step | work[mixed] | {"rounds": 500} if paper else few
+        one |= more | ({"settings": settings} if settings else {})
+        methods = [m for m in methods if not (mixed and m == "fedavg")]
+        sets[f"fedgh/{name}"] = [{"method": m, **one, "seed": seed} for seed in seeds for m in methods]
+
+    for dataset in ("cifar10", "cifar100"):
+        for clients in (10, 50, 100):
+            for mixed in (False, True):
+                kind = "mixed" if mixed else "same"
+                add(f"{kind}/{dataset}-{clients}clients", dataset, mixed, clients=clients, join=10 / clients)
+    for dataset, numbers in (("cifar10", (4, 6, 8, 10)), ("cifar100", (30, 50, 70, 90, 100))):
+        for classes in numbers:  # 2 and 10 are above
+            add(f"classes/{dataset}-{classes}", dataset, True, clients=10, join=1.0, classes=classes)
+    for join in (0.3, 0.5, 0.7, 0.9, 1.0):  # 0.1 is above
+        add(f"join/cifar10-{join:g}", "cifar10", True, join=join)
+    for rate in (0.001, 0.1, 1.0):  # 0.01 is above
+        settings = {"header_lr": rate}
+        add(f"rates/cifar10-{rate:g}", "cifar10", True, ("fedgh",), clients=10, join=1.0, settings=settings)
     return sets

@@ -162,16 +162,36 @@ def test_the_papers_scale_is_the_papers():
             assert run.get("beta", 0.1) == 0.1 or name.startswith("table2/")
 
 
+@pytest.mark.parametrize("scale", protocols.SCALES)
+def test_fedghs_protocols_name_what_there_is(scale):
+    sets = protocols.fedgh(scale)
+    assert len(sets) == 12 + 4 + 5 + 5 + 3 and all(name.startswith("fedgh/") for name in sets)
+    for name, group in sets.items():
+        assert len({run["seed"] for run in group}) == (5 if scale == "paper" else 3)
+        mixed = {"same": "cnn-1"}.get(name.split("/")[1], protocols.MIXED)
+        for run in group:
+            assert run["model"] == mixed and run["dataset"] in LOADERS
+            assert run["clients"] * run["join_ratio"] == pytest.approx(10) or name.startswith("fedgh/join/")
+            assert run["method"] in protocols.FEDGH and (run["method"] != "fedavg" or mixed == "cnn-1")
+            assert (run["rounds"] == 500 and "samples" not in run) == (scale == "paper")
+            assert run["weight_decay"] == 1e-3 if scale == "paper" else run["samples"] == 1600
+    rates = {
+        name: {run["settings"]["header_lr"] for run in sets[f"fedgh/rates/cifar10-{name}"]} for name in ("0.001", "1")
+    }
+    assert rates == {"0.001": {0.001}, "1": {1.0}}
+
+
 def test_the_command_lists_and_runs(tmp_path, monkeypatch):
     sets = {"table1/digits": arguments("fedavg", "local"), "table2/digits": arguments("fedah")}
     monkeypatch.setattr(protocols, "fedah", lambda scale: sets)
+    monkeypatch.setattr(protocols, "fedgh", lambda scale: {"fedgh/digits": arguments("fedgh")})
     run = ["evidence", "--folder", str(tmp_path), "--jobs", "1"]
     assert "table1/digits" in CliRunner().invoke(main, run).output
     result = CliRunner().invoke(main, [*run, "table1"])
     assert result.exit_code == 0 and list(evidence.load(tmp_path / "table1/digits")) == ["local", "fedavg"]
     assert evidence.load(tmp_path / "table2/digits") == {}
     listed = CliRunner().invoke(main, run).output
-    assert "2 of 2" in listed and "0 of 1" in listed
+    assert "2 of 2" in listed and "0 of 1" in listed and "fedgh/digits" in listed
     refused = CliRunner().invoke(main, [*run, "table9"])
     assert refused.exit_code == 2 and "table9" in refused.output
     (tmp_path / "table1/digits/runs.jsonl").write_text('{"run": 0}')

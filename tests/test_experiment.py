@@ -525,6 +525,11 @@ def test_defaults_are_the_papers():
     assert [experiment.LR[name] for name in ("cnn", "resnet18", "fasttext")] == [0.005, 0.01, 0.01]
 
 
+def test_how_steps_are_taken_is_what_was_asked_for():
+    rule = {"lr": 0.02, "batch_size": 20, "epochs": 2, "momentum": 0.5, "weight_decay": 0.1, "clip": 3.0}
+    assert experiment.experiment("local", rounds=1, **rule).config["training"] == rule | {"drop_last": False}
+
+
 def test_texts_and_their_model(monkeypatch):
     """A data set of ids tells the model how many there are; a model of images is refused before anything is run."""
     x, y = torch.arange(480).reshape(60, 8) % 50, np.arange(60) % 4
@@ -630,6 +635,9 @@ def test_a_name_or_class_is_no_method(method):
         {"model": "rsnet18"},
         {"partition": "foo"},
         {"lr": -1},
+        {"momentum": 1.5},
+        {"weight_decay": -1.0},
+        {"clip": 0.0},
         {"batch_size": 0},
         {"engine": "zz"},
         {"rounds": 0},
