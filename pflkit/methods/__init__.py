@@ -34,6 +34,7 @@ import typing
 from pflkit.checks import choice
 from pflkit.methods.apple import APPLE
 from pflkit.methods.ditto import Ditto
+from pflkit.methods.fd import FD
 from pflkit.methods.fedah import FedAH
 from pflkit.methods.fedala import FedALA
 from pflkit.methods.fedamp import FedAMP
@@ -69,6 +70,7 @@ METHODS = {
     "fedala": FedALA,
     "fedah": FedAH,
     "fedgh": FedGH,
+    "fd": FD,
     "fedapa": FedAPA,
 }
 

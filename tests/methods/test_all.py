@@ -10,13 +10,14 @@ from torch import nn
 
 from pflkit import data, experiment, models, partition, trees
 from pflkit.federation import Federation
-from pflkit.messages import received
+from pflkit.messages import Rows, received
 from pflkit.methods import METHODS, make
 from pflkit.training import Training
 
 pytestmark = pytest.mark.parametrize("name", METHODS)
 
-# Scalars that a sampled client receives and sends, by the sizes of extractor r, head h and model p.
+# Scalars that a sampled client receives and sends, by the sizes of extractor r, head h and model p. Where the server
+# sends what it knows, the first is a function of how many others it has heard of, each of which has a class of its own.
 PAYLOAD = {
     "local": lambda r, h, p: (0, 0),
     "fedavg": lambda r, h, p: (p, p),
@@ -33,6 +34,7 @@ PAYLOAD = {
     "fedmeta": lambda r, h, p: (p, p),
     "fedala": lambda r, h, p: (p, p),
     "fedgh": lambda r, h, p: (h, 1 + (h - 10) // 10),  # each client here has one class: one label, one prototype
+    "fd": lambda r, h, p: (lambda others: 11 * others, 11),  # ten probabilities and a label a class
     "fedapa": lambda r, h, p: (r, r),
     "fedamp": lambda r, h, p: (p, p),
     "moon": lambda r, h, p: (p, p),
@@ -59,8 +61,8 @@ def personal(held):
 
 
 def learned(state):
-    """Everything but a server's count of rounds."""
-    server = state.server
+    """Everything but a server's count of rounds, and but Rows, which are what clients sent it."""
+    server = () if isinstance(state.server, Rows) else state.server
     return {k: v for k, v in server.items() if k != "round"} if isinstance(server, dict) else server, state.kept
 
 
@@ -324,11 +326,15 @@ def test_bytes_are_the_papers(name, model, shape, r, h, by_hand):
     history = experiment.run(make(name), fed, 2)
     joined = history.clients[history.clients["joined"]]
     assert len(joined) == 2 * (5 if name == "local" else 2)
-    assert set(joined["bytes_down"]) == {4 * down}
+    expected, known = [], set()
+    for _, ids in joined.groupby("round")["client"]:
+        expected += [4 * (down(len(known - {i})) if callable(down) else down) for i in ids]
+        known |= set(ids)
+    assert joined["bytes_down"].tolist() == expected
     assert set(joined["bytes_up"]) == {4 * up}
     assert history.clients[~history.clients["joined"]][["bytes_up", "bytes_down"]].sum().sum() == 0
     assert history.summary()["bytes_up"] == 4 * up * len(joined)
-    assert history.summary()["bytes_down"] == 4 * down * len(joined)
+    assert history.summary()["bytes_down"] == sum(expected)
 
 
 # --- settings and documentation --------------------------------------------------------------------------------------
