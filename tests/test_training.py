@@ -1399,10 +1399,12 @@ def both(pair, params, batch):
     )
 
 
+@pytest.mark.parametrize("clip", [None, 0.3], ids=["free", "clipped"])
 @pytest.mark.parametrize("engine", ["loop", "threads", "stacked"])
-def test_two_models_that_do_not_meet_train_as_each_alone(engine):
+def test_two_models_that_do_not_meet_train_as_each_alone(engine, clip):
     """To the bit where each client has steps of its own; and the work counted is that of both."""
-    own, sizes, rule = build("mlp", (1, 5, 5), CLASSES), (2, 7, 10, 12), {"lr": 0.1, "momentum": 0.5}
+    own, sizes = build("mlp", (1, 5, 5), CLASSES), (2, 7, 10, 12)
+    rule = {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.1, "clip": clip}
     shared, data = make_model("norm"), [samples((1, 5, 5), n, i, torch.float64) for i, n in enumerate((2, 7, 10, 12))]
     alone = []
     for model in (own, shared):
@@ -1439,7 +1441,7 @@ def test_a_name_that_is_a_buffer_of_one_model_and_a_parameter_of_the_other_is_re
 
     scaled = nn.Sequential(nn.Flatten(), Scaled()), nn.Linear(25, CLASSES)
     scaled = from_modules(*scaled, (1, 5, 5), CLASSES, name="scaled")
-    with pytest.raises(ValueError, match="'scaled': '1.running_mean' is a parameter here and a buffer of 'custom'"):
+    with pytest.raises(ValueError, match=r"'scaled': '1\.running_mean' is a parameter here and a buffer of 'custom'"):
         sampled(scaled).beside(make_model("norm"))
 
 

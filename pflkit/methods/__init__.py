@@ -46,6 +46,7 @@ from pflkit.methods.fedmeta import FedMeta
 from pflkit.methods.fedper import FedPer
 from pflkit.methods.fedprox import FedProx
 from pflkit.methods.fedrep import FedRep
+from pflkit.methods.fml import FML
 from pflkit.methods.local import Local
 from pflkit.methods.moon import MOON
 from pflkit.methods.perfedavg import PerFedAvg
@@ -69,6 +70,7 @@ METHODS = {
     "fedala": FedALA,
     "fedah": FedAH,
     "fedgh": FedGH,
+    "fml": FML,
     "fedapa": FedAPA,
 }
 

@@ -33,6 +33,7 @@ PAYLOAD = {
     "fedmeta": lambda r, h, p: (p, p),
     "fedala": lambda r, h, p: (p, p),
     "fedgh": lambda r, h, p: (h, 1 + (h - 10) // 10),  # each client here has one class: one label, one prototype
+    "fml": lambda r, h, p: (p, p),  # the meme, which is here of the clients' own architecture
     "fedapa": lambda r, h, p: (r, r),
     "fedamp": lambda r, h, p: (p, p),
     "moon": lambda r, h, p: (p, p),
