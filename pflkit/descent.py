@@ -19,7 +19,8 @@ class Descent:
     data: (x [n, ...], y [n]) of each client. order(i, epoch, draw): a permutation of client i's n samples. epochs: each
     client's number. trained: for each leaf of `params`, whether it is. rule: a Training. skip_singles: leave out
     batches of one sample. rates: for each trained leaf, in the place of the rule's. pull: (anchor [C, ...], mu).
-    step, draws: of the other kind; there is no loss then.
+    clips: lists of numbers of trained leaves, whose gradients have a norm together. step, draws: of the other kind;
+    there is no loss then.
     """
 
     model: Model
@@ -33,6 +34,7 @@ class Descent:
     rule: Any
     skip_singles: bool
     rates: list | None = None
+    clips: list | None = None
     project: Callable | None = None
     pull: tuple | None = None
     until: Callable | None = None
@@ -296,10 +298,13 @@ def _step(d, moving, grads, velocity, pull, stacked=False):
         anchor, mu = pull
         grads = torch._foreach_add(grads, torch._foreach_sub(moving, anchor), alpha=mu)
     if rule.clip is not None:
-        flat = [g.reshape(len(g), -1) if stacked else g.reshape(-1) for g in grads]
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, dim=-1) for g in flat]), dim=0)
-        scale = rule.clip / norm.clamp(min=rule.clip)
-        grads = [g * scale.view(*scale.shape, *[1] * (g.ndim - scale.ndim)) for g in grads]
+        grads = list(grads)
+        norms = [torch.linalg.vector_norm(g.reshape(len(g), -1) if stacked else g.reshape(-1), dim=-1) for g in grads]
+        for one in d.clips or [range(len(grads))]:
+            norm = torch.linalg.vector_norm(torch.stack([norms[k] for k in one]), dim=0)
+            scale = rule.clip / norm.clamp(min=rule.clip)
+            for k in one:
+                grads[k] = grads[k] * scale.view(*scale.shape, *[1] * (grads[k].ndim - scale.ndim))
     if rule.weight_decay:
         grads = [g.add(p, alpha=rule.weight_decay) for g, p in zip(grads, moving, strict=True)]
     if rule.momentum:

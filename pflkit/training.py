@@ -190,6 +190,9 @@ class Clients:
         skip_singles = self.model.batch_norm and any(self.model.is_buffer(name) for name, _ in named)
         order = functools.partial(self._order, phase)
         about = {"fixed": fixed, "data": self.data, "order": order, "epochs": epochs, "trained": trained, "rule": rule}
+        if isinstance(self.model, Pair):
+            parts = [name.partition("/")[0] for (name, _), moves in zip(named, trained, strict=True) if moves]
+            about["clips"] = [[k for k, part in enumerate(parts) if part == one] for one in dict.fromkeys(parts)]
         return Descent(model=self.model, params=params, skip_singles=skip_singles, **about, **more)
 
     def _run(self, descent, phase, log):
@@ -264,7 +267,10 @@ class Clients:
         return anchor, real("mu", mu, 0)
 
     def beside(self, shared):
-        """The same clients with `shared`, a Model, beside their own: what trains gets models.Pair(own, shared)."""
+        """The same clients with `shared`, a Model, beside their own: what trains gets models.Pair(own, shared).
+
+        Params are then a tuple or dict of the models' trees, and `clip` bounds the gradient of each of its parts.
+        """
         some = copy.copy(self)  # shallow: the log, and the work counted, stay common to both
         some.model = Pair(self.model, shared)
         return some

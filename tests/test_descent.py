@@ -601,9 +601,9 @@ def test_auto_stacks_whatever_is_wide_on_a_gpu():
     for model in (models.build("cnn", (1, 28, 28), 10), models.build("fasttext", (20,), 4, vocabulary=98_635)):
         numbers = sum(t.numel() for t in trees.leaves(model.init()))
         wide, narrow = (Engine("auto", model, "cuda", width=width) for width in (20, 3))
-        assert wide.stacks(model_loss, numbers, False) and not narrow.stacks(model_loss, numbers, False)
-        assert not Engine("auto", model, "cpu", width=20).stacks(model_loss, numbers, False)
-        assert not Engine("loop", model, "cuda", width=20).stacks(model_loss, numbers, False)
+        assert wide.stacks(model_loss, model, numbers, False) and not narrow.stacks(model_loss, model, numbers, False)
+        assert not Engine("auto", model, "cpu", width=20).stacks(model_loss, model, numbers, False)
+        assert not Engine("loop", model, "cuda", width=20).stacks(model_loss, model, numbers, False)
 
 
 def test_the_choice_does_not_depend_on_who_is_sampled(used):
@@ -710,6 +710,6 @@ def test_steps_that_are_not_sgd_are_stacked_from_fewer_clients():
     model = mlp()
     for width, sgd, steps in ((3.9, False, False), (4.0, False, True), (8.0, True, True)):
         engine = Engine("auto", model, width=width)
-        assert engine.stacks(model_loss, 100, vectors=False) == sgd
-        assert engine.stacks(model_loss, 100, vectors=False, least=Engine.STEPS) == steps
+        assert engine.stacks(model_loss, model, 100, vectors=False) == sgd
+        assert engine.stacks(model_loss, model, 100, vectors=False, least=Engine.STEPS) == steps
         assert ("stacked" in engine.names()) == sgd and ("stacked steps" in engine.names()) == steps

@@ -1399,10 +1399,12 @@ def both(pair, params, batch):
     )
 
 
+@pytest.mark.parametrize("clip", [None, 0.3], ids=["free", "clipped"])
 @pytest.mark.parametrize("engine", ["loop", "threads", "stacked"])
-def test_two_models_that_do_not_meet_train_as_each_alone(engine):
+def test_two_models_that_do_not_meet_train_as_each_alone(engine, clip):
     """To the bit where each client has steps of its own; and the work counted is that of both."""
-    own, sizes, rule = build("mlp", (1, 5, 5), CLASSES), (2, 7, 10, 12), {"lr": 0.1, "momentum": 0.5}
+    own, sizes = build("mlp", (1, 5, 5), CLASSES), (2, 7, 10, 12)
+    rule = {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.1, "clip": clip}
     shared, data = make_model("norm"), [samples((1, 5, 5), n, i, torch.float64) for i, n in enumerate((2, 7, 10, 12))]
     alone = []
     for model in (own, shared):

@@ -47,6 +47,7 @@ from pflkit.methods.fedmeta import FedMeta
 from pflkit.methods.fedper import FedPer
 from pflkit.methods.fedprox import FedProx
 from pflkit.methods.fedrep import FedRep
+from pflkit.methods.fml import FML
 from pflkit.methods.local import Local
 from pflkit.methods.moon import MOON
 from pflkit.methods.perfedavg import PerFedAvg
@@ -71,6 +72,7 @@ METHODS = {
     "fedah": FedAH,
     "fedgh": FedGH,
     "fd": FD,
+    "fml": FML,
     "fedapa": FedAPA,
 }
 

@@ -35,6 +35,7 @@ PAYLOAD = {
     "fedala": lambda r, h, p: (p, p),
     "fedgh": lambda r, h, p: (h, 1 + (h - 10) // 10),  # each client here has one class: one label, one prototype
     "fd": lambda r, h, p: (lambda others: 11 * others, 11),  # ten probabilities and a label a class
+    "fml": lambda r, h, p: (p, p),  # the meme, which is here of the clients' own architecture
     "fedapa": lambda r, h, p: (r, r),
     "fedamp": lambda r, h, p: (p, p),
     "moon": lambda r, h, p: (p, p),
