@@ -43,8 +43,10 @@ from pflkit.methods.fedfomo import FedFomo
 from pflkit.methods.fedgh import FedGH
 from pflkit.methods.fedmeta import FedMeta
 from pflkit.methods.fedper import FedPer
+from pflkit.methods.fedproto import FedProto
 from pflkit.methods.fedprox import FedProx
 from pflkit.methods.fedrep import FedRep
+from pflkit.methods.lgfedavg import LGFedAvg
 from pflkit.methods.local import Local
 from pflkit.methods.moon import MOON
 from pflkit.methods.perfedavg import PerFedAvg
@@ -68,6 +70,8 @@ METHODS = {
     "fedala": FedALA,
     "fedah": FedAH,
     "fedgh": FedGH,
+    "fedproto": FedProto,
+    "lgfedavg": LGFedAvg,
     "fedapa": FedAPA,
 }
 

@@ -10,13 +10,14 @@ from torch import nn
 
 from pflkit import data, experiment, models, partition, trees
 from pflkit.federation import Federation
-from pflkit.messages import received
+from pflkit.messages import Rows, received
 from pflkit.methods import METHODS, make
 from pflkit.training import Training
 
 pytestmark = pytest.mark.parametrize("name", METHODS)
 
-# Scalars that a sampled client receives and sends, by the sizes of extractor r, head h and model p.
+# Scalars that a sampled client receives and sends, by the sizes of extractor r, head h and model p. What it receives are
+# two numbers where the first round has another than the second.
 PAYLOAD = {
     "local": lambda r, h, p: (0, 0),
     "fedavg": lambda r, h, p: (p, p),
@@ -33,6 +34,8 @@ PAYLOAD = {
     "fedmeta": lambda r, h, p: (p, p),
     "fedala": lambda r, h, p: (p, p),
     "fedgh": lambda r, h, p: (h, 1 + (h - 10) // 10),  # each client here has one class: one label, one prototype
+    "fedproto": lambda r, h, p: ((0, 2 * h // 10), h // 10),  # one label, one prototype a class: none known, then two
+    "lgfedavg": lambda r, h, p: (h, h),
     "fedapa": lambda r, h, p: (r, r),
     "fedamp": lambda r, h, p: (p, p),
     "moon": lambda r, h, p: (p, p),
@@ -59,8 +62,8 @@ def personal(held):
 
 
 def learned(state):
-    """Everything but a server's count of rounds."""
-    server = state.server
+    """Everything but a server's count of rounds, and prototypes, which say what clients have and are not learned."""
+    server = () if isinstance(state.server, Rows) else state.server
     return {k: v for k, v in server.items() if k != "round"} if isinstance(server, dict) else server, state.kept
 
 
@@ -158,9 +161,9 @@ def test_one_client_alone_in_the_world(name, by_hand, linear):
 def test_all_is_extractor_or_all_is_head(name, head_layers, digits):
     """Two rounds, or one line that says which head the method needs, before any training."""
     fed = digits(head_layers=head_layers)
-    refuses = {"fedgh": (0, 2), "fedapa": (2,)}
+    refuses = {"fedgh": (0, 2), "fedproto": (0, 2), "fedapa": (2,)}
     if head_layers in refuses.get(name, ()):
-        with pytest.raises(ValueError, match=r"^model='mlp': Fed(GH|APA) "):
+        with pytest.raises(ValueError, match=r"^model='mlp': Fed(GH|Proto|APA) "):
             experiment.run(make(name), fed, 2)
         return
     state = experiment.run(make(name), fed, 2).state
@@ -321,14 +324,16 @@ def test_bytes_are_the_papers(name, model, shape, r, h, by_hand):
     clients = [(torch.zeros(1, *shape), [k]) for k in range(5)]
     fed = by_hand(models.build(model, shape, 10), clients, rule={"epochs": 0}, join_ratio=0.4, dtype=torch.float32)
     down, up = PAYLOAD[name](r, h, r + h)
+    downs = down if isinstance(down, tuple) else (down, down)
     history = experiment.run(make(name), fed, 2)
     joined = history.clients[history.clients["joined"]]
     assert len(joined) == 2 * (5 if name == "local" else 2)
-    assert set(joined["bytes_down"]) == {4 * down}
+    for t, scalars in enumerate(downs, 1):
+        assert set(joined["bytes_down"][joined["round"] == t]) == {4 * scalars}
     assert set(joined["bytes_up"]) == {4 * up}
     assert history.clients[~history.clients["joined"]][["bytes_up", "bytes_down"]].sum().sum() == 0
     assert history.summary()["bytes_up"] == 4 * up * len(joined)
-    assert history.summary()["bytes_down"] == 4 * down * len(joined)
+    assert history.summary()["bytes_down"] == 4 * sum(downs) * len(joined) / 2
 
 
 # --- settings and documentation --------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 
 from pflkit import experiment, models, trees
 from pflkit.federation import Federation
-from pflkit.messages import received, split
+from pflkit.messages import Rows, received, split
 from pflkit.methods import METHODS, make
 from pflkit.training import Clients
 
@@ -39,6 +39,11 @@ def own(whole, i):
 
 def everything(state):
     return state.server, state.kept
+
+
+def learned(state):
+    """Everything but prototypes, which say what clients have and are not learned."""
+    return () if isinstance(state.server, Rows) else state.server, state.kept
 
 
 def wipe(tree):
@@ -176,7 +181,7 @@ def test_a_rate_of_zero_changes_nothing(name, mixed, play):
     fed.training = dataclasses.replace(fed.training, lr=0.0, momentum=0.9)
     method = make(name, **STILL.get(name, {}))
     state, _ = play(fed, method, 2)
-    assert trees.unequal(everything(state), everything(fed.start(method))) == 0
+    assert trees.unequal(learned(state), learned(fed.start(method))) == 0
 
 
 @every_mixed
@@ -190,6 +195,26 @@ def test_same_seed_same_result_on_one_thread_or_two(name, mixed, play):
         torch.rand(3), np.random.rand(3)
     assert [group.engine.name for group in fed.groups] == ["loop", "threads", "loop"]
     assert trees.unequal(ends[0], ends[1]) == trees.unequal(ends[0], ends[2]) == 0
+
+
+@every_mixed
+@pytest.mark.parametrize("kind", ["mlp", "cnn"])
+def test_five_models_of_which_half_the_clients_join(name, kind, five):
+    """Sampled clients train and hold a model of their own shapes, others stay, bit for bit; scores are finite."""
+    fed, method = five(kind, join_ratio=0.5), make(name)
+    state, groups = fed.start(method), len(fed.groups)
+    for _ in range(3 if kind == "mlp" else 2):
+        before = trees.clone(state.kept)
+        result = fed.play(method, state, 3)
+        for i in range(fed.num_clients):
+            was, now = (trees.row(whole[i % groups], i // groups) for whole in (before, state.kept))
+            assert (trees.unequal(now, was) > 0) == (i in result.ids)
+        for (g, at, _), held in zip(fed.by_group(result.ids), result.held, strict=True):
+            start = trees.repeat(fed.groups[g].init(), len(at))
+            assert trees.unequal(held, start) > 0  # not NaN, so of its model's shapes
+        everyone = np.arange(fed.num_clients)
+        for held, ids in ((result.held, result.ids), (fed.deployed(method, state, 3), everyone)):
+            assert np.isfinite(fed.score(held, ids)[1]).all()
 
 
 @pytest.mark.parametrize("name", REFUSE)
@@ -207,5 +232,5 @@ def test_others_refuse_different_models_before_anything_is_trained(name, mixed, 
 
 
 def test_which_methods_allow_different_models():
-    assert {"local", "fedgh"} <= set(ALLOW)
+    assert {"local", "fedgh", "fedproto", "lgfedavg"} <= set(ALLOW)
     assert {"fedavg", "fedavg_ft", "fedprox", "fedala", "fedper", "fedrep", "fedah", "fedapa"} <= set(REFUSE)
