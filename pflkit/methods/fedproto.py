@@ -153,10 +153,10 @@ class FedProto:
 
     def local(self, clients, kept, message):
         known, _ = message
-        if self.lam == 0 or not known.present.any():
-            model = clients.sgd(model_loss, kept)
-        else:
+        if known.present.any():
             model = clients.sgd(regularised_loss, kept, known, self.lam)
+        else:
+            model = clients.sgd(model_loss, kept)
         means = clients.class_mean(representations, model[0])
         counts = (Rows(clients.class_counts.to(torch.int32), means.present),) if self.weighted else ()
         return model, (means, class_labels(means), *counts), serving(model, known)

@@ -16,8 +16,8 @@ from pflkit.training import Training
 
 pytestmark = pytest.mark.parametrize("name", METHODS)
 
-# Scalars that a sampled client receives and sends, by the sizes of extractor r, head h and model p. What it receives are
-# two numbers where the first round has another than the second.
+# Scalars that a sampled client receives and sends, by the sizes of extractor r, head h and model p. Of what it receives
+# there are two numbers where the first round has another than the second.
 PAYLOAD = {
     "local": lambda r, h, p: (0, 0),
     "fedavg": lambda r, h, p: (p, p),

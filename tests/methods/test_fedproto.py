@@ -80,12 +80,15 @@ def test_a_prototype_is_the_mean_over_samples(by_hand, play, monkeypatch, batch_
 
 
 def test_the_nearest_prototype_is_answered(features):
-    """(0, 0) and (4, 0): z = (1.9, 0) is of class 0, (2.1, 0) of 1. Class 2 has none and is never answered."""
+    """(0, 0) and (4, 0): z = (1.9, 0) is of class 0, (2.1, 0) of 1. A class that has none is never answered: not even
+    where its place in memory, (0, 0), is near, and not far away from all.
+    """
     net = features([([[0.0, 0.0]], [0])], 3).model
     head = fedproto.nearest_head(rows([[0, 0], [4, 0], [0, 0]], True, True, False))
     assert net.classify(head, tensor([[1.9, 0.0], [2.1, 0.0]])).argmax(1).tolist() == [0, 1]
-    far = 1e6 * torch.randn(1000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert not (net.classify(head, far).argmax(1) == 2).any()
+    head = fedproto.nearest_head(rows([[0, 0], [3, 0], [7, 0]], False, True, True))
+    z = torch.randn(1000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert [(net.classify(head, scale * z).argmax(1) == 0).sum() for scale in (0, 1, 1e6)] == [0, 0, 0]
 
 
 def test_logits_are_squared_distances_but_for_a_constant():
@@ -243,7 +246,7 @@ def test_prototypes_are_of_the_final_extractor_in_evaluation_mode(by_hand, linea
 
 @pytest.mark.parametrize("model", ["mlp", "cnn-small"])
 def test_lambda_zero_is_local(digits, play, model):
-    """Bit for bit, in every round, whatever prototypes say."""
+    """Bit for bit, in every round, whatever prototypes say; the distance to them is recorded all the same."""
     fed = digits(model, rule={"momentum": 0.9})
     (proto, rounds), (local, others) = (play(fed, m, 3) for m in (make("fedproto", lam=0.0), make("local")))
     assert trees.unequal(proto.kept, local.kept) == 0
@@ -264,7 +267,7 @@ def test_round_1_is_local_whatever_lambda(digits, play):
 
 def test_the_distance_is_recorded_from_round_2_on_and_lambda_lowers_it(digits, play):
     fed, ends = digits(rule={"epochs": 2}), []
-    for lam in (1e-9, 10.0):
+    for lam in (0.0, 10.0):
         _, rounds = play(fed, make("fedproto", lam=lam), 4)
         assert "train.distance" not in rounds[0].log()
         assert all((result.log()["train.distance"] > 0).all() for result in rounds[1:])
