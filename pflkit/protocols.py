@@ -36,7 +36,7 @@ REDUCED = {  # samples of all clients together, train and test, and the one rate
 
 
 # FedGH's baselines are not all known; these are ours. FedAvg needs one model for all.
-FEDGH = ("local", "fedavg", "fedproto", "lg_fedavg", "fd", "fml", "fedkd", "fedgh")
+FEDGH = ("local", "fedavg", "fedproto", "lgfedavg", "fd", "fml", "fedkd", "fedgh")
 MIXED = "+".join(f"cnn-{i}" for i in range(1, 6))
 
 

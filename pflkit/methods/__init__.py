@@ -45,9 +45,11 @@ from pflkit.methods.fedfomo import FedFomo
 from pflkit.methods.fedgh import FedGH
 from pflkit.methods.fedmeta import FedMeta
 from pflkit.methods.fedper import FedPer
+from pflkit.methods.fedproto import FedProto
 from pflkit.methods.fedprox import FedProx
 from pflkit.methods.fedrep import FedRep
 from pflkit.methods.fml import FML
+from pflkit.methods.lgfedavg import LGFedAvg
 from pflkit.methods.local import Local
 from pflkit.methods.moon import MOON
 from pflkit.methods.perfedavg import PerFedAvg
@@ -71,6 +73,8 @@ METHODS = {
     "fedala": FedALA,
     "fedah": FedAH,
     "fedgh": FedGH,
+    "fedproto": FedProto,
+    "lgfedavg": LGFedAvg,
     "fd": FD,
     "fml": FML,
     "fedapa": FedAPA,

@@ -79,9 +79,25 @@ def representations(model, extractor, x):
 
 
 def class_labels(prototypes):
-    """The classes of Rows of prototypes [C, K, ...], as they travel with them: Rows of int32 [C, K]."""
-    classes = torch.arange(prototypes.present.shape[1], dtype=torch.int32, device=prototypes.present.device)
+    """The classes of Rows of prototypes [C, K, r] or [K, r], as they travel with them: Rows of int32 [C, K] or [K]."""
+    classes = torch.arange(prototypes.present.shape[-1], dtype=torch.int32, device=prototypes.present.device)
     return Rows(classes.expand(prototypes.present.shape), prototypes.present)
+
+
+def check_heads(method, fed):
+    """Refuses models whose heads are not linear layers with a bias for equally many features; `method` is its name."""
+    for model in (group.model for group in fed.groups):
+        head = model.head.module
+        if type(head) is not nn.Linear or head.bias is None:
+            found = type(head).__name__
+            raise ValueError(
+                f"model={model.name!r}: {method} needs one linear layer with a bias as the head, not {found}"
+            )
+        if model.features != fed.model.features:
+            raise ValueError(
+                f"model={model.name!r}: {method} needs equally many features of all models; this one gives "
+                f"{model.features}, {fed.model.name!r} {fed.model.features}"
+            )
 
 
 @dataclass(frozen=True)
@@ -100,18 +116,7 @@ class FedGH:
         integer("header_epochs", self.header_epochs, 1)
 
     def server(self, fed):
-        for model in (group.model for group in fed.groups):
-            head = model.head.module
-            if type(head) is not nn.Linear or head.bias is None:
-                found = type(head).__name__
-                raise ValueError(
-                    f"model={model.name!r}: FedGH needs one linear layer with a bias as the head, not {found}"
-                )
-            if model.features != fed.model.features:
-                raise ValueError(
-                    f"model={model.name!r}: FedGH needs equally many features of all models; this one gives "
-                    f"{model.features}, {fed.model.name!r} {fed.model.features}"
-                )
+        check_heads("FedGH", fed)
         return fed.init()[1]
 
     def client(self, group):

@@ -122,6 +122,24 @@ def uneven(by_hand, linear):
     return make
 
 
+@pytest.fixture(scope="session")
+def five(digits, by_hand):
+    """A function that makes a Federation of mlp-1 to mlp-5 on digits (6 clients), or of cnn-1 to cnn-5 on random
+    images (7 clients); the third, fourth and fifth models have one client each.
+    """
+
+    def make(kind, **options):
+        if kind == "mlp":
+            return digits([models.build(f"mlp-{k}", (1, 8, 8), 10) for k in range(1, 6)], **options)
+        g = torch.Generator().manual_seed(0)
+        clients = [(torch.randn(4, 1, 16, 16, generator=g), [k % 3, k % 3, 1, 2]) for k in range(7)]
+        nets = [models.build(f"cnn-{k}", (1, 16, 16), 3) for k in range(1, 6)]
+        fed = by_hand(nets[0], clients, rule={"lr": 0.05, "batch_size": 2}, dtype=torch.float32)
+        return Federation(fed.dataset, fed.partition, nets, training=fed.training, **options)
+
+    return make
+
+
 @pytest.fixture
 def in_order(monkeypatch):
     """Every epoch's batches come in the order of the data, whatever the client, round and phase."""

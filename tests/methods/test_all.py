@@ -17,7 +17,7 @@ from pflkit.training import Training
 pytestmark = pytest.mark.parametrize("name", METHODS)
 
 # Scalars that a sampled client receives and sends, by the sizes of extractor r, head h and model p. Where the server
-# sends what it knows, the first is a function of how many others it has heard of, each of which has a class of its own.
+# sends what it knows, the first is a function of whom it has heard of, each with a class of its own, and of the client.
 PAYLOAD = {
     "local": lambda r, h, p: (0, 0),
     "fedavg": lambda r, h, p: (p, p),
@@ -34,8 +34,10 @@ PAYLOAD = {
     "fedmeta": lambda r, h, p: (p, p),
     "fedala": lambda r, h, p: (p, p),
     "fedgh": lambda r, h, p: (h, 1 + (h - 10) // 10),  # each client here has one class: one label, one prototype
-    "fd": lambda r, h, p: (lambda others: 11 * others, 11),  # ten probabilities and a label a class
+    "fd": lambda r, h, p: (lambda known, i: 11 * len(known - {i}), 11),  # ten probabilities and a label a class
     "fml": lambda r, h, p: (p, p),  # the meme, which is here of the clients' own architecture
+    "fedproto": lambda r, h, p: (lambda known, i: h // 10 * len(known), h // 10),  # one label, one prototype a class
+    "lgfedavg": lambda r, h, p: (h, h),
     "fedapa": lambda r, h, p: (r, r),
     "fedamp": lambda r, h, p: (p, p),
     "moon": lambda r, h, p: (p, p),
@@ -161,9 +163,9 @@ def test_one_client_alone_in_the_world(name, by_hand, linear):
 def test_all_is_extractor_or_all_is_head(name, head_layers, digits):
     """Two rounds, or one line that says which head the method needs, before any training."""
     fed = digits(head_layers=head_layers)
-    refuses = {"fedgh": (0, 2), "fedapa": (2,)}
+    refuses = {"fedgh": (0, 2), "fedproto": (0, 2), "fedapa": (2,)}
     if head_layers in refuses.get(name, ()):
-        with pytest.raises(ValueError, match=r"^model='mlp': Fed(GH|APA) "):
+        with pytest.raises(ValueError, match=r"^model='mlp': Fed(GH|Proto|APA) "):
             experiment.run(make(name), fed, 2)
         return
     state = experiment.run(make(name), fed, 2).state
@@ -329,7 +331,7 @@ def test_bytes_are_the_papers(name, model, shape, r, h, by_hand):
     assert len(joined) == 2 * (5 if name == "local" else 2)
     expected, known = [], set()
     for _, ids in joined.groupby("round")["client"]:
-        expected += [4 * (down(len(known - {i})) if callable(down) else down) for i in ids]
+        expected += [4 * (down(known, i) if callable(down) else down) for i in ids]
         known |= set(ids)
     assert joined["bytes_down"].tolist() == expected
     assert set(joined["bytes_up"]) == {4 * up}

@@ -290,33 +290,12 @@ def test_bytes_are_the_papers(by_hand, play, classes, owned, up, down):
 # --- different models ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def mixed(digits, by_hand):
-    """A function that makes a Federation of mlp-1 to mlp-5 on digits (6 clients), or of cnn-1 to cnn-5 on random
-    images (7 clients); the third, fourth and fifth models have one client each.
-    """
-
-    def make(kind, **options):
-        if kind == "mlp":
-            return digits([models.build(f"mlp-{k}", (1, 8, 8), 10) for k in range(1, 6)], **options)
-        g = torch.Generator().manual_seed(0)
-        clients = [(torch.randn(4, 1, 16, 16, generator=g), [k % 3, k % 3, 1, 2]) for k in range(7)]
-        nets = [models.build(f"cnn-{k}", (1, 16, 16), 3) for k in range(1, 6)]
-        return by_hand_five(nets, clients, **options)
-
-    def by_hand_five(nets, clients, **options):
-        fed = by_hand(nets[0], clients, rule={"lr": 0.05, "batch_size": 2}, dtype=torch.float32)
-        return type(fed)(fed.dataset, fed.partition, nets, training=fed.training, **options)
-
-    return make
-
-
 @pytest.mark.parametrize(
     ("kind", "ratio", "joined"), [("mlp", 0.1, 1), ("mlp", 0.5, 3), ("mlp", 1.0, 6), ("cnn", 0.5, 4)]
 )
-def test_different_models_share_a_header(mixed, kind, ratio, joined):
+def test_different_models_share_a_header(five, kind, ratio, joined):
     """Sampled extractors train, others stay, bit for bit; each client's shapes are its own model's; bytes are alike."""
-    fed, method = mixed(kind, join_ratio=ratio), make("fedgh")
+    fed, method = five(kind, join_ratio=ratio), make("fedgh")
     assert [len(group.ids) for group in fed.groups] == ([2, 1, 1, 1, 1] if kind == "mlp" else [2, 2, 1, 1, 1])
     assert len({group.model.init()[0]["fc1.weight"].shape for group in fed.groups}) >= 4
     state = fed.start(method)
@@ -339,9 +318,9 @@ def test_different_models_share_a_header(mixed, kind, ratio, joined):
 
 
 @pytest.mark.parametrize("kind", ["mlp", "cnn"])
-def test_among_other_models_a_client_is_what_it_is_alone(mixed, play, kind):
+def test_among_other_models_a_client_is_what_it_is_alone(five, play, kind):
     """The model it holds, and the pairs it sends, which the server trains on in the order of ids, to the bit."""
-    fed, method = mixed(kind), make("fedgh", header_lr=0.3)
+    fed, method = five(kind), make("fedgh", header_lr=0.3)
     state, _ = play(fed, method, 2)
     header, alone, pairs = state.server, {}, []
     for i in range(fed.num_clients):

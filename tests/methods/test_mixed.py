@@ -200,6 +200,26 @@ def test_same_seed_same_result_on_one_thread_or_two(name, mixed, play):
     assert trees.unequal(ends[0], ends[1]) == trees.unequal(ends[0], ends[2]) == 0
 
 
+@every_mixed
+@pytest.mark.parametrize("kind", ["mlp", "cnn"])
+def test_five_models_of_which_half_the_clients_join(name, kind, five):
+    """Sampled clients train and hold a model of their own shapes, others stay, bit for bit; scores are finite."""
+    fed, method = five(kind, join_ratio=0.5), make(name)
+    state, groups = fed.start(method), len(fed.groups)
+    for _ in range(3 if kind == "mlp" else 2):
+        before = trees.clone(state.kept)
+        result = fed.play(method, state, 3)
+        for i in range(fed.num_clients):
+            was, now = (trees.row(whole[i % groups], i // groups) for whole in (before, state.kept))
+            assert (trees.unequal(now, was) > 0) == (i in result.ids)
+        for (g, at, _), held in zip(fed.by_group(result.ids), result.held, strict=True):
+            start = trees.repeat(fed.groups[g].init(), len(at))
+            assert trees.unequal(held, start) > 0  # not NaN, so of its model's shapes
+        everyone = np.arange(fed.num_clients)
+        for held, ids in ((result.held, result.ids), (fed.deployed(method, state, 3), everyone)):
+            assert np.isfinite(fed.score(held, ids)[1]).all()
+
+
 @pytest.mark.parametrize("name", REFUSE)
 def test_others_refuse_different_models_before_anything_is_trained(name, mixed, tmp_path, monkeypatch):
     def never(*_, **__):
