@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from pflkit import trees
-from pflkit.models import Model, as_trained
+from pflkit.models import Model, as_trained, trained
 
 
 @dataclass
@@ -246,9 +246,7 @@ def slope(model, loss, params, batch, *fixed):
 
 def value_and_slope(model, loss, params, batch, *fixed):
     """The loss, and what `slope` gives."""
-    names = [name for name, _ in trees.named_leaves(params)]
-    all_leaves = trees.leaves(params)
-    learns = [leaf.is_floating_point() and not model.is_buffer(n) for n, leaf in zip(names, all_leaves, strict=True)]
+    all_leaves, learns = trees.leaves(params), trained(model, params)
 
     def value(moving):
         moving = iter(moving)

@@ -13,7 +13,6 @@ run it anew.
 import contextlib
 import hashlib
 import json
-import os
 import traceback
 from pathlib import Path
 
@@ -23,7 +22,7 @@ import pandas as pd
 from filelock import FileLock
 
 from pflkit import notebook
-from pflkit.experiment import History, experiment
+from pflkit.experiment import History, experiment, write_whole
 from pflkit.methods import METHODS
 
 FOLDER = "figures/evidence"
@@ -83,11 +82,13 @@ def record(folder, arguments, history):
                 old = pd.read_csv(path)
                 whole = old["run"].isin([run["run"] for run in runs])  # a cut may have left others, half recorded
                 tables.insert(0, old[whole])
-            _write(path, pd.concat(tables).to_csv(index=False, float_format="%.12g"))
+            table = pd.concat(tables)
+            write_whole(path, lambda path, table=table: table.to_csv(path, index=False, float_format="%.12g"))
         config = {k: v for k, v in history.config.items() if k != "code"}
         config["model"] = {k: v for k, v in config["model"].items() if k not in ("modules", "attributes")}
         lines = [json.dumps(run) for run in [*runs, {"run": number, "arguments": arguments, "config": config}]]
-        _write(folder / "runs.jsonl", "\n".join(lines) + "\n")  # last: it says which runs there are
+        text = "\n".join(lines) + "\n"
+        write_whole(folder / "runs.jsonl", lambda path: path.write_text(text))  # last: it says which runs there are
 
 
 def load(folder):
@@ -172,9 +173,3 @@ def _names(path):
         yield
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
-
-
-def _write(path, text):
-    scratch = path.with_name(f"{path.name}.tmp")
-    scratch.write_text(text)
-    os.replace(scratch, path)

@@ -285,25 +285,26 @@ class _Saver:
         self.folder, self.due = folder, 0.0
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            _write(folder / "config.json", lambda path: path.write_text(json.dumps(config, indent=2) + "\n"))
+            write_whole(folder / "config.json", lambda path: path.write_text(json.dumps(config, indent=2) + "\n"))
 
     def __call__(self, state, rows, clients, watch, at_once=False):
         start = time.perf_counter()
         if self.folder is None or (start < self.due and not at_once):
             return
         for name, table in (("rounds", rows), ("history", clients), ("watch", watch)):
-            _write(self.folder / f"{name}.csv", lambda path, t=table: pd.DataFrame(t).to_csv(path, index=False))
+            write_whole(self.folder / f"{name}.csv", lambda path, t=table: pd.DataFrame(t).to_csv(path, index=False))
         # The state goes last: whatever is cut short, the tables hold at least the rounds that the state has.
         named = dict(trees.named_leaves((state.server, state.kept)))
         tensors = {name: t.detach().cpu().contiguous().clone() for name, t in named.items()}
         # In one entry, because safetensors writes several in any order, and equal states should be equal files.
         about = json.dumps({"round": state.round, "rows": [len(rows), len(clients), len(watch)]})
-        _write(self.folder / "state.safetensors", lambda path: save_file(tensors, path, {"about": about}))
+        write_whole(self.folder / "state.safetensors", lambda path: save_file(tensors, path, {"about": about}))
         now = time.perf_counter()
         self.due = now + 20 * (now - start)
 
 
-def _write(path, write):
+def write_whole(path, write):
+    """Calls write(a path beside `path`), and puts what is there in its place: whole, or not at all."""
     scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     write(scratch)
     os.replace(scratch, path)

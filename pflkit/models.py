@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pflkit import trees
 from pflkit.checks import choice, integer
 from pflkit.streams import GLOBAL, torch_seed
 
@@ -171,6 +172,11 @@ class Model:
     def init(self):
         """The model's initial parameters (extractor, head)."""
         return self.extractor.state(), self.head.state()
+
+
+def trained(model, tree):
+    """Of each leaf of a tree, whether it is trained: a floating one that is no buffer."""
+    return [leaf.is_floating_point() and not model.is_buffer(name) for name, leaf in trees.named_leaves(tree)]
 
 
 @dataclass(frozen=True)

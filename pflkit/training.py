@@ -23,7 +23,7 @@ from pflkit import trees
 from pflkit.checks import boolean, choice, integer, real
 from pflkit.descent import Descent, all_at_once, one_by_one, own_copy, slope, value_and_extras
 from pflkit.messages import Rows
-from pflkit.models import Model, Pair, as_trained
+from pflkit.models import Model, Pair, as_trained, trained
 from pflkit.streams import GLOBAL, rng, torch_seed
 
 ROWS = 100  # samples a forward pass without gradients takes at once: the fastest size measured on a CPU
@@ -185,13 +185,13 @@ class Clients:
         for f in fixed:
             self._check_rows("fixed", f if not isinstance(f, numbers.Real) else ())
         named = trees.named_leaves(params)
-        trained = [leaf.is_floating_point() and not self.model.is_buffer(name) for name, leaf in named]
+        moves = trained(self.model, params)
         # One sample has no variance for batch-norm to divide by.
         skip_singles = self.model.batch_norm and any(self.model.is_buffer(name) for name, _ in named)
         order = functools.partial(self._order, phase)
-        about = {"fixed": fixed, "data": self.data, "order": order, "epochs": epochs, "trained": trained, "rule": rule}
+        about = {"fixed": fixed, "data": self.data, "order": order, "epochs": epochs, "trained": moves, "rule": rule}
         if isinstance(self.model, Pair):
-            parts = [name.partition("/")[0] for (name, _), moves in zip(named, trained, strict=True) if moves]
+            parts = [name.partition("/")[0] for (name, _), own in zip(named, moves, strict=True) if own]
             about["clips"] = [[k for k, part in enumerate(parts) if part == one] for one in dict.fromkeys(parts)]
         return Descent(model=self.model, params=params, skip_singles=skip_singles, **about, **more)
 
