@@ -20,7 +20,7 @@ different sets share the seed's number and mostly not the split: pairing them ma
     most            "most methods" are more than half of those that were run, each decided by `above`. Holds if so many
                     hold; is contradicted if too few would even if all within noise did; else open
     spread          AH14 alone: a standard deviation over seeds is above or below a bound if its 95 % χ² interval is
-    none            GH4 alone: in no run; is contradicted if it is so in all of them; else open
+    none            GH4 alone: no run of FML has converged; contradicted if all have and keep their best; else open
     at most, below  PA6 alone. In every run, over all its updates, the largest change must be at most a bound of
                     rounding, else the claim is contradicted; and the smallest must be below minus it, else open
 
