@@ -16,7 +16,7 @@ from pflkit.training import Training
 
 PRODUCT = {"fedavg": "before", "fedprox": "before"}
 BYTES = {"fedavg": 100, "fedah": 100, "fedper": 90, "fedrep": 90, "fedfomo": 600, "fedala": 100} | {"fedapa": 90}
-LR = {"cnn": 0.005, "resnet18": 0.01, "fasttext": 0.01, "mlp": 0.05}
+LR = {"cnn": 0.005, "resnet18": 0.01, "fasttext": 0.01, "mlp": 0.05} | dict.fromkeys(("cnn-1", fedgh.MIXED), 0.01)
 RULE = "the stopping rule of FedAH's released code: 100 evaluations without a new best"
 PAPER = {"dataset": "tiny-imagenet", "model": "resnet18", "samples": 110_000, "rounds": 102}
 
@@ -951,6 +951,396 @@ def test_evidence_with_another_configuration_is_named(tmp_path):
         report.read(stored(tmp_path, {"a": there}))
 
 
+# --- GH1 to GH7: FedGH's accuracies -----------------------------------------------------------------------------------
+
+MIX = {"model": fedgh.MIXED}
+RULES = {"momentum": 0.9, "weight_decay": 1e-3, "clip": 50.0}
+ONE = {"clients": 100, "join_ratio": (0.1, 0.1), "training": RULES | {"epochs": 10, "batch_size": 64}}
+FIVE = {"clients": 10, "join_ratio": (1.0, 1.0), "training": RULES | {"epochs": 30, "batch_size": 512}}
+UNNUMBERED = "not checked: the paper's numbers (it has none for digits)"
+
+
+def own(dataset, model, **more):
+    """What FedGH's own protocol changes of a run, of all data and of rounds enough to have converged."""
+    split = {"partition": {"name": "classes_per_client", "classes": 10 if dataset == "cifar100" else 2}}
+    size = {"dataset": dataset, "model": model, "samples": 60_000, "rounds": 102}
+    return size | split | (FIVE if "+" in model else ONE) | more
+
+
+def at_own(dataset, model, ends, seeds=5, **more):
+    """Runs of that: {method: a curve, or its last accuracy}, the same in all seeds but for a tenth of a point."""
+    there = {}
+    for m, end in ends.items():
+        curve = end if isinstance(end, list) else [end - 9, end]
+        there[m] = [history(m, [v + s / 10 for v in curve], s, **own(dataset, model, **more)) for s in range(seeds)]
+    return there
+
+
+@pytest.mark.parametrize(
+    ("claim", "there", "verdict", "why"),
+    [
+        ("GH1", runs(fedgh=HIGH, fedproto=MID), AGREES, UNNUMBERED),
+        ("GH1", runs(fedgh=MID, fedproto=HIGH), DISAGREES, "contradicted by fedgh − fedproto;"),
+        ("GH1", runs(fedgh=NEAR, fedproto=MID), OPEN, "within noise: fedgh − fedproto;"),
+        ("GH1", runs(fedgh=HIGH, fedkd=LOW), OPEN, "too few of its methods"),
+        ("GH1", of(MIX, fedgh=HIGH, fedproto=MID), OPEN, "it is about one model for all clients"),
+        ("GH2", of(MIX, fedgh=HIGH, fedproto=MID), AGREES, UNNUMBERED),
+        ("GH2", of(MIX, fedgh=MID, fedproto=HIGH), DISAGREES, "contradicted by fedgh − fedproto;"),
+        ("GH2", of(MIX, fedgh=NEAR, fedproto=MID), OPEN, "within noise: fedgh − fedproto;"),
+        ("GH2", runs(fedgh=HIGH, fedproto=MID), OPEN, "it is about different models"),
+        ("GH3", runs(fedgh=HIGH, fedproto=MID), OPEN, "it is about different models"),
+        ("GH4", runs(fedgh=HIGH, fedkd=MID), OPEN, "it is about different models"),
+    ],
+)
+def test_fedgh_beside_fedproto(claim, there, verdict, why):
+    found = claims.check(claim, there)
+    assert found.verdict == verdict and why in found.why
+
+
+@pytest.mark.parametrize(
+    ("claim", "dataset", "model", "points"),
+    [
+        ("GH1", "cifar10", "cnn-1", 0.54),
+        ("GH1", "cifar100", "cnn-1", 8.87),
+        ("GH2", "cifar10", fedgh.MIXED, 1.17),
+        ("GH2", "cifar100", fedgh.MIXED, 1.83),
+    ],
+)
+def test_the_points_ahead_of_fedproto_are_compared_at_full_scale(claim, dataset, model, points):
+    ends = {"fedgh": 60 + points, "fedproto": 60}
+    found = claims.check(claim, at_own(dataset, model, ends))
+    assert (found.verdict, found.why, found.coverage) == ("reproduced", "", "")
+    assert [c.rule for c in found.numbers] == ["above 0", f"within {points:g} ±1"]
+    far = claims.check(claim, at_own(dataset, model, ends | {"fedgh": 60 + points + 1.2}))
+    assert (far.verdict, far.why) == ("not reproduced", "contradicted by fedgh − fedproto")
+    below = claims.check(claim, at_own(dataset, model, ends, seeds=4))
+    assert str(below) == f"{AGREES} (1 of 2 parts)" and len(below.numbers) == 1
+
+
+def climbs(eval_every=1, seeds=3, changes=(), **reached):
+    """Runs of different models that climb to 80 % in the round that is given (or one a seed), from 50 %."""
+    there = {}
+    for m, when in reached.items():
+        when = when if isinstance(when, list) else [when] * seeds
+        there[m] = [
+            history(m, [50] * (t - 1) + [80], s, rounds=130, **MIX, **dict(changes)) for s, t in enumerate(when)
+        ]
+        for run in there[m]:
+            run.config["eval_every"] = eval_every
+            run.rounds.loc[(run.rounds["round"] - 1) % eval_every != 0, "after"] = np.nan
+    return there
+
+
+@pytest.mark.parametrize(
+    ("there", "verdict", "why"),
+    [
+        (climbs(fedgh=5, fedproto=[9, 10, 11], fml=30), AGREES, "without lgfedavg, fd, fedkd; not all of the paper's"),
+        (climbs(fedgh=5, fedproto=9, fml=4), DISAGREES, "contradicted by rounds to the target: fml − fedgh;"),
+        (climbs(fedgh=5, fedproto=5), OPEN, "within noise: rounds to the target: fedproto − fedgh;"),
+        (climbs(fedgh=5, fedproto=[6, 7, 30]), OPEN, "within noise: rounds to the target: fedproto − fedgh;"),
+        (climbs(fedgh=5, local=9), OPEN, "too few of its methods"),
+        (climbs(fedproto=5, fml=9), OPEN, "too few of its methods"),
+    ],
+)
+def test_fewest_rounds_to_the_target(there, verdict, why):
+    found = claims.check("GH3", there)
+    assert found.verdict == verdict and why in found.why
+
+
+def test_the_target_is_what_all_that_talk_reach_seed_by_seed():
+    """FedProto's best is 60 % in seed 0, in round 4, 75 % in seed 1; Local's is lower still, and does not count."""
+    there = climbs(seeds=2, fedgh=9, fedproto=9, local=9)
+    there["fedgh"] = [history("fedgh", [40, 60, 70, 80, 80], s, **MIX) for s in range(2)]
+    there["fedproto"] = [history("fedproto", [50, 50, 55, v, 45], s, **MIX) for s, v in enumerate([60, 75])]
+    there["local"] = [history("local", [50, 50, 40, 40, 40], s, **MIX) for s in range(2)]
+    (rounds,) = claims.check("GH3", there).numbers
+    assert rounds.values == (4 - 2, 4 - 4) and rounds.unit == "rounds"
+
+
+def test_rounds_are_known_to_the_grain_of_the_evaluations():
+    found = claims.check("GH3", climbs(eval_every=10, fedgh=5, fedproto=15))  # seen in rounds 1, 11, 21, ...
+    assert [(c.what, c.mean) for c in found.numbers] == [("rounds to the target: fedproto − fedgh, seen every 10", 10)]
+
+
+@pytest.mark.parametrize(
+    ("fedgh", "fedproto", "verdict", "values"),
+    [
+        (29, 200, "reproduced", 85.5),  # 1 − 29/200
+        (29, 100, "not reproduced", 71),
+        (29, 20, "not reproduced", -45),
+    ],
+)
+def test_bytes_saved_until_the_target_are_compared_at_full_scale(fedgh, fedproto, verdict, values):
+    def run(m, when, seed):
+        return history(m, [50] * (when - 1) + [80], seed, **own("cifar100", MIX["model"], rounds=310))
+
+    there = {m: [run(m, t, s) for s in range(5)] for m, t in (("fedgh", fedgh), ("fedproto", fedproto))}
+    found = claims.check("GH3", there)
+    assert str(found) == f"{verdict} (2 of 6 methods)"
+    rounds, saved, number = found.numbers
+    assert rounds.mean == fedproto - fedgh and saved.mean == number.mean == pytest.approx(values)
+    assert (saved.unit, saved.rule, number.rule) == ("%", "above 0", "within 85.53 ±1")
+    below = claims.check("GH3", {m: group[:4] for m, group in there.items()})
+    assert below.verdict == (AGREES if values > 0 else DISAGREES) and below.coverage == "2 of 3 parts, 2 of 6 methods"
+    assert [c.what for c in below.numbers] == [rounds.what, saved.what]
+
+
+def test_bytes_are_those_that_were_sent(monkeypatch):
+    monkeypatch.setitem(BYTES, "fedproto", 3)
+    cifar = {"dataset": "cifar100"}
+    saved = claims.check("GH3", climbs(changes=cifar, fedgh=5, fedproto=10)).numbers[1]
+    assert saved.values == pytest.approx([100 * (1 - 5 / 30)] * 3)
+    assert claims.numbers([claims.check("GH3", climbs(changes=cifar, fedgh=5, fedproto=10))])["mean"].iloc[1] == 83.33
+    found = claims.check("GH3", climbs(fedgh=5, fedproto=10))
+    assert "fewer bytes than FedProto (it is about CIFAR-100, not digits)" in found.why
+    assert found.coverage == "1 of 3 parts, 2 of 6 methods"
+
+
+def test_a_target_that_is_reached_untrained_saves_no_bytes(monkeypatch):
+    monkeypatch.setitem(PRODUCT, "fedproto", "before")  # its first accuracy is that of no training
+    there = {m: [history(m, [80, 80], s, dataset="cifar100", **MIX) for s in range(3)] for m in ("fedgh", "fedproto")}
+    found = claims.check("GH3", there)
+    assert found.numbers[0].mean == -1 and "bytes than FedProto (fedproto reaches the target untrained)" in found.why
+
+
+SETTLED = [60, 80]  # in round 2: of 102 rounds, just ended by the rule
+RISING = [*range(20, 71), 80]  # its best in round 52
+FALLEN = [60, 80, 70]
+
+
+@pytest.mark.parametrize(
+    ("fml", "fedkd", "verdict", "why"),
+    [
+        (RISING, [60, 70], AGREES, ""),
+        (RISING, [60, 90], DISAGREES, "contradicted by fedgh − fedkd;"),
+        (RISING, [60, 80], OPEN, "within noise: fedgh − fedkd;"),
+        (SETTLED, [60, 70], DISAGREES, "contradicted by fml: runs that the stopping rule has ended;"),
+        ([*SETTLED, 79.5], [60, 70], DISAGREES, "contradicted by fml: runs"),  # within a point of its best
+        (FALLEN, [60, 70], OPEN, "not shown to be none: fml: runs that the stopping rule has ended;"),
+    ],
+)
+def test_fml_that_does_not_converge_where_others_do(fml, fedkd, verdict, why):
+    curves = {"fedgh": SETTLED, "fml": fml, "fedkd": fedkd}
+    found = claims.check("GH4", at_own("cifar10", fedgh.MIXED, curves, seeds=3))
+    assert found.verdict == verdict and why in found.why and found.coverage == ""
+    assert "3 of 9 runs not" not in found.why
+
+
+def test_of_fmls_runs_all_must_go_on_or_all_have_ended():
+    there = at_own("cifar10", fedgh.MIXED, {"fedgh": SETTLED, "fml": RISING}, seeds=3)
+    assert str(claims.check("GH4", there)) == f"{AGREES} (1 of 2 parts, 2 of 3 methods)"
+    there["fml"][1] = history("fml", SETTLED, 1, **own("cifar10", fedgh.MIXED))
+    found = claims.check("GH4", there)
+    assert found.verdict == OPEN and found.numbers[0].mean == pytest.approx(1 / 3)
+
+
+def test_before_the_others_have_converged_nothing_is_said_of_fml():
+    there = at_own("cifar10", fedgh.MIXED, {"fedgh": SETTLED, "fml": RISING, "fedkd": [60, 62, 70]}, seeds=3)
+    found = claims.check("GH4", there)
+    assert str(found) == f"{AGREES} (1 of 2 parts)" and [c.what for c in found.numbers] == ["fedgh − fedkd"]
+    assert "not checked: FML does not converge (of the others 3 of 6 runs not converged (the stopping" in found.why
+    assert "in its last round, converged or not" in found.why
+
+
+@pytest.mark.parametrize("names", [("fml",), ("fedgh",), ("fml", "fedkd")])
+def test_without_fedgh_or_the_others_nothing_is_said(names):
+    found = claims.check("GH4", of(MIX, **dict.fromkeys(names, HIGH)))
+    assert found.verdict == OPEN and "too few of its methods" in found.why
+
+
+def test_fml_that_goes_on_is_reproduced_although_it_has_not_converged():
+    curves = {"fedgh": SETTLED, "fml": RISING, "fedkd": [60, 70]}
+    found = claims.check("GH4", at_own("cifar10", fedgh.MIXED, curves))
+    assert str(found) == "reproduced" and found.why == "FedKD is compared in its last round, converged or not"
+    found = claims.check("GH4", at_own("cifar10", fedgh.MIXED, curves | {"fml": SETTLED}))
+    assert str(found) == "not reproduced"
+    found = claims.check("GH4", at_own("cifar10", fedgh.MIXED, {"fedgh": RISING, "fml": RISING, "fedkd": [60, 70]}))
+    assert found.verdict == AGREES and f"5 of 10 runs not converged ({RULE});" in found.why
+
+
+def by_rate(ends, base=()):
+    return sets(lambda v: {"settings": {"header_lr": v}}, {v: {"fedgh": end} for v, end in ends.items()}, base)
+
+
+@pytest.mark.parametrize(
+    ("there", "verdict", "why"),
+    [
+        (by_rate({0.001: MID, 0.01: MID, 1.0: [80.4, 81.5, 79.6]}), AGREES, "3 of at least 5 seeds"),
+        (by_rate({0.001: LOW, 0.01: MID, 1.0: MID}), DISAGREES, "contradicted by fedgh, header_lr 0.001 − 0.01;"),
+        (by_rate({0.01: MID, 1.0: MID, 10.0: HIGH}), DISAGREES, "contradicted by fedgh, header_lr 10 − 0.01;"),
+        (by_rate({0.01: MID, 10.0: NEAR}), OPEN, "not shown to be within ±1: fedgh, header_lr 10 − 0.01"),
+        (by_rate({0.01: MID, 1.0: MID}), OPEN, "the rates span 2 of at least 3 decades"),
+        (by_rate({0.0: LOW, 0.01: MID, 10.0: MID}), AGREES, ""),  # no rate at all is none of them
+        (by_rate({0.0: LOW, 0.01: MID}), OPEN, "the rates span 0 of at least 3 decades"),
+        (by_rate({0.001: MID, 1.0: MID}), OPEN, "no runs with the default rate 0.01"),
+        (by_rate({0.01: MID}), OPEN, "one fedgh header_lr only: 0.01"),
+    ],
+)
+def test_rates_of_the_header(there, verdict, why):
+    found = claims.check("GH5", there)
+    assert found.verdict == verdict and why in found.why and "fedgh's header_lr" not in found.why
+
+
+def test_a_sweep_at_full_scale_reproduces_and_other_settings_are_not_swept():
+    there = {}
+    for rate in (0.01, 10.0):
+        there[str(rate)] = at_own("cifar10", "cnn-1", {"fedgh": 60}, settings={"header_lr": rate})
+    found = claims.check("GH5", there)
+    assert (str(found), found.why) == ("reproduced", "")
+    there["10.0"] = at_own("cifar10", "cnn-1", {"fedgh": 60}, settings={"header_lr": 10.0, "header_epochs": 2})
+    assert claims.check("GH5", there).why == "fedgh has other settings in 10.0 than in 0.01"
+    both = {name: {"fedgh": group["fedgh"]} for name, group in there.items()}
+    both["0.01"] = at_own("cifar10", "cnn-1", {"fedgh": 60}, settings={"header_epochs": 2})
+    found = claims.check("GH5", both)
+    assert (found.verdict, found.why) == (AGREES, "fedgh's header_epochs 2, its default: 1")
+
+
+def test_the_setting_of_another_claim_s_method_is_not_excused():
+    there = {
+        str(beta): of({"partition": {"beta": beta}, "settings": {"weight_lr": 1.0}}, fedah=ends)
+        for beta, ends in ((0.1, HIGH), (0.5, MID))
+    }
+    assert "fedah's weight_lr 1.0, its default: None" in claims.check("AH9", there).why
+
+
+def by_classes(ends, dataset="cifar10"):
+    return sets(
+        lambda v: {"dataset": dataset, "model": "cnn-1", "partition": {"name": "classes_per_client", "classes": v}},
+        ends,
+    )
+
+
+LEADS = {"fedgh": HIGH, "fedproto": MID, "local": LOW}
+FIVE_OF_THEM = dict.fromkeys((2, 4, 6, 8, 10), LEADS)
+
+
+@pytest.mark.parametrize(
+    ("there", "verdict", "why"),
+    [
+        (by_classes(FIVE_OF_THEM), AGREES, "without lgfedavg, fd, fml, fedkd, fedavg; not all of the paper's"),
+        (by_classes({2: LEADS, 6: LEADS}), AGREES, "not checked: at every number of classes (no runs with 4, 8, 10)"),
+        (by_classes({10: LEADS, 50: LEADS}, "cifar100"), AGREES, "classes (no runs with 30, 70, 90, 100)"),
+        (
+            by_classes({2: LEADS, 3: LEADS}, "digits"),
+            AGREES,
+            "classes (it is about CIFAR-10 and CIFAR-100, not digits)",
+        ),
+        (by_classes({2: LEADS, 3: LEADS | {"local": [95, 96, 97]}}), DISAGREES, "by 3 classes: fedgh − local;"),
+        (by_classes(FIVE_OF_THEM | {8: LEADS | {"fedgh": NEAR}}), OPEN, "within noise: 8 classes: fedgh − fedproto;"),
+        (by_classes({2: {"fedgh": HIGH}, 4: {"fedgh": HIGH}}), OPEN, "too few of its methods"),
+        (by_classes({2: {"fedgh": HIGH}, 4: {"fedgh": HIGH}}, "digits"), OPEN, "too few of its methods"),
+        (by_classes({2: {"local": HIGH, "fml": LOW}, 4: {"local": HIGH, "fml": LOW}}), OPEN, "too few of its methods"),
+        (by_classes({2: LEADS}), OPEN, "one classes only: 2"),
+    ],
+)
+def test_fedgh_at_every_number_of_classes(there, verdict, why):
+    found = claims.check("GH6", there)
+    assert found.verdict == verdict and why in found.why
+    assert ("1 of 2 parts" in found.coverage) is ("not checked: at every" in found.why and found.numbers != ())
+
+
+def test_at_full_scale_no_number_of_classes_departs_from_the_protocol():
+    there = {}
+    for classes in (2, 4, 6, 8, 10):
+        split = {"name": "classes_per_client", "classes": classes}
+        there[str(classes)] = at_own("cifar10", "cnn-1", {"fedgh": 60, "local": 50}, partition=split)
+    assert str(claims.check("GH6", there)) == "reproduced (2 of 8 methods)"
+
+
+def by_share(ends, clients=100):
+    return sets(lambda v: {"join_ratio": (v, v), "clients": clients}, ends)
+
+
+AT = {0.1: {"fedgh": [95, 96, 97], "fml": MID}, 0.5: {"fedgh": HIGH, "fml": MID}, 1.0: {"fedgh": MID, "fml": LOW}}
+TURNED = {0.1: AT[1.0], 0.5: AT[0.5], 1.0: AT[0.1]}
+FLAT = AT | {1.0: {"fedgh": [94, 96, 98], "fml": LOW}}
+ALONE = {ratio: {"fedgh": ends["fedgh"]} for ratio, ends in AT.items()}
+WITHOUT = {ratio: {"fml": ends["fml"]} for ratio, ends in AT.items()}
+
+
+@pytest.mark.parametrize(
+    ("there", "verdict", "why"),
+    [
+        (by_share(AT), AGREES, "of the clients that joined the last round"),
+        (by_share({v: AT[v] for v in (0.1, 1.0)}), AGREES, "rate from 0.1 to 1 (no runs with 0.5)"),
+        (by_share({0.2: AT[0.1], 0.5: AT[0.5]}), AGREES, "rate from 0.1 to 1 (no runs with 0.1, 1)"),
+        (by_share(AT | {0.5: {"fedgh": MID, "fml": HIGH}}), DISAGREES, "contradicted by join ratio 0.5: fedgh − fml;"),
+        (by_share(TURNED), DISAGREES, "contradicted by fedgh, join ratio 0.1 − 1;"),
+        (by_share(FLAT), OPEN, "within noise: fedgh, join ratio 0.1 − 1;"),
+        (by_share(ALONE), AGREES, "FedGH first (no other method was run)"),
+        (by_share(WITHOUT), OPEN, "too few of its methods"),
+        (by_share(AT, clients=20), OPEN, "it is about 100 clients, not 20"),
+    ],
+)
+def test_fedgh_at_every_participation_rate(there, verdict, why):
+    found = claims.check("GH7", there)
+    assert found.verdict == verdict and why in found.why
+
+
+def test_participation_drawn_anew_each_round_is_no_rate():
+    there = by_share(AT)
+    there["drawn"] = of({"join_ratio": (0.1, 1.0), "clients": 100}, fedgh=LOW, fml=HIGH)
+    assert claims.check("GH7", there).numbers == claims.check("GH7", by_share(AT)).numbers
+    drawn = {name: there[name] for name in ("drawn", "set 0.1")}
+    assert "too few" in claims.check("GH7", drawn).why
+
+
+def test_at_full_scale_no_participation_rate_departs_from_the_protocol():
+    there = {
+        str(v): at_own("cifar100", "cnn-1", {"fedgh": 60 - v, "local": 50}, join_ratio=(v, v)) for v in (0.1, 0.5, 1.0)
+    }
+    assert str(claims.check("GH7", there)) == "reproduced (2 of 8 methods)"
+
+
+def swept(folder, name, rates, seeds=3, **changes):
+    """A set of evidence: so many runs of FedGH at each rate, without settings where it is None."""
+    for rate in rates:
+        given = {} if rate is None else {"settings": {"header_lr": rate}}
+        for h in of(given | changes, fedgh=MID[:seeds])["fedgh"]:
+            h.clients["round"] = h.config["rounds"]
+            evidence.record(folder / name, {"method": "fedgh", "seed": h.config["seed"]} | given, h)
+
+
+def test_a_sweep_is_found_in_one_set_or_in_several(tmp_path):
+    swept(tmp_path / "one", "a", [None, 10.0])
+    labels = "a (fedgh), a (fedgh header_lr=10.0)"
+    assert told(tmp_path / "one", "GH5") == {("GH5", labels): AGREES}
+    swept(tmp_path / "two", "a", [None])
+    swept(tmp_path / "two", "b", [0.01, 10.0])  # the default once more
+    swept(tmp_path / "two", "c", [0.001, 10.0], rounds=7)  # another design
+    assert list(told(tmp_path / "two", "GH5")) == [
+        ("GH5", "a (fedgh), b (fedgh header_lr=10.0)"),
+        ("GH5", "c (fedgh header_lr=0.001), c (fedgh header_lr=10.0)"),
+    ]
+    swept(tmp_path / "more", "a", [None], seeds=2)
+    swept(tmp_path / "more", "b", [0.01, 10.0])
+    labels = "b (fedgh header_lr=0.01), b (fedgh header_lr=10.0)"  # not a's, which has fewer seeds
+    assert told(tmp_path / "more", "GH5") == {("GH5", labels): AGREES}
+    swept(tmp_path / "none", "a", [None])
+    (_, found), *_ = report.report(tmp_path / "none", ["GH5"])
+    assert found.why == "no sets that differ in fedgh header_lr alone"
+
+
+def test_a_sweep_of_other_settings_is_another(tmp_path):
+    swept(tmp_path, "a", [None])
+    for h in of({"settings": {"header_lr": 10.0, "header_epochs": 2}}, fedgh=MID)["fedgh"]:
+        h.clients["round"] = 1
+        settings = {"header_lr": 10.0, "header_epochs": 2}
+        evidence.record(tmp_path / "a", {"method": "fedgh", "seed": h.config["seed"], "settings": settings}, h)
+    assert list(told(tmp_path, "GH5")) == [("GH5", "")]
+
+
+def test_sets_of_classes_and_of_participation_are_found(tmp_path):
+    ends = {2: {"fedgh": HIGH, "local": LOW}, 4: {"fedgh": HIGH, "local": MID}}
+    there = {f"c/{name}": group for name, group in by_classes(ends).items()}
+    ends = {v: {"fedgh": [90 - 9 * v, 91 - 9 * v, 92 - 9 * v], "local": LOW} for v in (0.1, 0.5, 1.0)}
+    stored(tmp_path, there | {f"j/{name}": group for name, group in by_share(ends).items()})
+    assert told(tmp_path, "GH6", "GH7") == {
+        ("GH6", "c/set 2, c/set 4"): f"{AGREES} (1 of 2 parts, 2 of 8 methods)",
+        ("GH7", "j/set 0.1, j/set 0.5, j/set 1.0"): f"{AGREES} (2 of 8 methods)",
+    }
+
+
 # --- GH8 and GH9: FedGH's ledger and work -----------------------------------------------------------------------------
 
 LABELS = np.array([[5, 9, 0, 0], [1, 1, 1, 0], [0, 0, 7, 0]])  # 2, 3 and 1 of 4 classes
@@ -1262,6 +1652,21 @@ def test_fedapa_keeps_fedpers_ledger_and_lowers_the_proxy_at_a_small_rate_only()
     for settings in ({"server_lr": 1.0}, {"server_lr": 1e-4, "sign": "paper"}):
         there = {"fedapa": real("fedapa", settings=settings)}
         assert claims.check("PA6", there).verdict == "disagrees at reduced scale"
+
+
+def test_fedgh_s_sets_of_real_runs_can_be_compared():
+    def what(claim, there):
+        return [c.what for c in claims.check(claim, there).numbers]
+
+    mixed = {"model": "mlp-1+mlp-2", "lr": 0.05, "rounds": 1}
+    rates = {str(r): {"fedgh": real("fedgh", 2, settings={"header_lr": r}, **mixed)} for r in (0.01, 10.0)}
+    assert claims.check("GH5", rates).why.startswith("2 of at least 3 seeds")
+    assert what("GH5", rates) == ["fedgh, header_lr 10 − 0.01"]
+    split = {"partition": "classes_per_client", "rounds": 1}
+    there = {str(k): {m: real(m, 2, classes=k, **split) for m in ("fedgh", "local")} for k in (2, 4)}
+    assert what("GH6", there) == ["2 classes: fedgh − local", "4 classes: fedgh − local"]
+    many = {str(j): {"fedgh": real("fedgh", 2, clients=100, join_ratio=j, rounds=1)} for j in (0.1, 1.0)}
+    assert what("GH7", many) == ["fedgh, join ratio 0.1 − 1"]
 
 
 def test_fedprox_with_no_pull_is_as_close_to_fedavg_as_can_be():

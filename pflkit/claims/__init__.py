@@ -20,6 +20,7 @@ different sets share the seed's number and mostly not the split: pairing them ma
     most            "most methods" are more than half of those that were run, each decided by `above`. Holds if so many
                     hold; is contradicted if too few would even if all within noise did; else open
     spread          AH14 alone: a standard deviation over seeds is above or below a bound if its 95 % χ² interval is
+    none            GH4 alone: no run of FML has converged; contradicted if all have and keep their best; else open
     at most, below  PA6 alone. In every run, over all its updates, the largest change must be at most a bound of
                     rounding, else the claim is contradicted; and the smallest must be below minus it, else open
 
@@ -70,7 +71,8 @@ class Verdict:
 def check(claim_id, runs):
     """The Verdict on a claim of CLAIMS by `runs`: {method: [History, one a seed]}, seeds in one order for all methods.
 
-    For a claim that compares sets (it `varies` a key of the configuration): {any name: such runs}, a set for a value.
+    For a claim that compares sets (it `varies` a key of the configuration, or a method's setting): {any name: such
+    runs}, a set for a value.
 
     A seed that one of the methods, or of the sets, lacks is left out of all.
     Methods that the claim does not name are ignored. Raises ValueError for an unknown claim and for runs under another
@@ -180,7 +182,7 @@ def numbers(verdicts):
     A rule with "(counted)" decides nothing by itself: it counts towards the row above it that says how many must hold.
     """
     met, rows = {True: "yes", False: "no", None: "open"}, []
-    shown = {"bytes": lambda x: round(x, 0), "points": lambda x: round(x, 2)}
+    shown = {"bytes": lambda x: round(x, 0)} | dict.fromkeys(("points", "%"), lambda x: round(x, 2))
     for v in verdicts:
         for c in v.numbers:
             ends = map(shown.get(c.unit, lambda x: float(f"{x:.3g}")), (c.mean, c.low, c.high))

@@ -193,7 +193,7 @@ def mismatch(runs):
 def mismatch_of_sets(sets, varies):
     """Why sets {name: runs}, of the same methods, cannot be compared, as a list; empty if they can.
 
-    They must differ in the keys `varies` of the configuration and nothing else, and each in the first of them.
+    They must differ in what `varies` names, as Claim.varies does, and nothing else, and each in the first of them.
     """
     if lacking := [f"{name}: {why}" for name, runs in sets.items() for why in mismatch(runs)]:
         return lacking
@@ -207,7 +207,7 @@ def mismatch_of_sets(sets, varies):
             differ = [k for k, v in fixed(a, varies).items() if v != fixed(b, varies)[k]]
             if differ:
                 return [f"{name} and {first} differ in more than {' and '.join(varies)}: {', '.join(differ)}"]
-            if a["settings"] != b["settings"]:
+            if settings_of(a, varies) != settings_of(b, varies):
                 return [f"{method} has other settings in {name} than in {first}"]
     return []
 
@@ -215,6 +215,12 @@ def mismatch_of_sets(sets, varies):
 def fixed(config, varies=()):
     """The design in a configuration, without what depends on the seed and without the keys `varies`."""
     return {k: _undrawn(config[k], varies) for k in DESIGN if k not in varies}
+
+
+def settings_of(config, varies=()):
+    """The method's settings in a configuration, as {"method setting": value}, without those in `varies`."""
+    named = {f"{config['method']} {key}": value for key, value in config["settings"].items()}
+    return {k: v for k, v in named.items() if k not in varies}
 
 
 def _undrawn(part, more=()):

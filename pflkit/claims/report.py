@@ -10,7 +10,7 @@ from pflkit.checks import choice
 from pflkit.claims import CLAIMS, Verdict, check
 from pflkit.claims import numbers as numbers_of
 from pflkit.claims import table as table_of
-from pflkit.claims.comparisons import DESIGN, fixed
+from pflkit.claims.comparisons import DESIGN, fixed, settings_of
 from pflkit.claims.scale import departures, values_of
 
 VARIED = ("partition", "beta", "classes", "clients", "join_ratio", "epochs")  # what the papers' tables vary
@@ -21,13 +21,14 @@ def report(folder=evidence.FOLDER, ids=()):
 
     Where there are sets of a claim's own data set, model, partition, clients, join ratio and epochs, it is checked with
     them alone, else with all there are. A claim that compares sets is checked with each group of them that differ in
-    what it varies. A claim without sets is "not tested", once; sets without numbers of which the same is said are told
+    what it varies; where that is a method's setting, all runs of one value, of whatever folder, are a set of theirs.
+    A claim without sets is "not tested", once; sets without numbers of which the same is said are told
     together.
     """
     ids = [choice("id", claim_id, CLAIMS) for claim_id in ids] or list(CLAIMS)
     sets, found = read(folder), []
     for claim in (CLAIMS[claim_id] for claim_id in dict.fromkeys(ids)):
-        here = {name: runs for name, runs in sets.items() if any(runs.get(method) for method in claim.methods)}
+        here = {name: runs for name, runs in _by_setting(claim, sets).items() if any(map(runs.get, claim.methods))}
         groups = _groups(claim, here) if claim.varies else [[name] for name in here]
         groups = [group for group in groups if _own(claim, group, here)] or groups
         told = {}
@@ -94,13 +95,31 @@ def _own(claim, group, sets):
     return any(values_of(c)["dataset"] in claim.settings and not departures(claim, c).keys() & VARIED for c in configs)
 
 
+def _by_setting(claim, sets):
+    """The sets themselves; for a claim that varies a method's setting, a set for each of its labels in each of them.
+
+    Folders may repeat each other's runs: of sets that are one but for their seeds, the first with most seeds is left.
+    """
+    if not claim.varies or " " not in claim.varies[0]:
+        return sets
+    method, found = claim.varies[0].split()[0], {}
+    for name, labels in sets.items():
+        for label, histories in labels.items():
+            if (config := histories[0].config)["method"] == method:
+                same = json.dumps([fixed(config), settings_of(config)], sort_keys=True)
+                found.setdefault(same, []).append((f"{name} ({label})", histories))
+    most = [max(group, key=lambda named: len(named[1])) for group in found.values()]
+    return {name: {method: histories} for name, histories in most}
+
+
 def _groups(claim, sets):
     """Lists of sets that differ in what the claim varies and nothing else, two values of it at least."""
     alike = {}
     for name, runs in sets.items():
         config = _config(claim, runs)
         value = values_of(config).get(claim.varies[0])
-        alike.setdefault(json.dumps(fixed(config, claim.varies), sort_keys=True), {})[name] = value
+        settings = settings_of(config, claim.varies) if claim.varies[0] in settings_of(config) else {}
+        alike.setdefault(json.dumps([fixed(config, claim.varies), settings], sort_keys=True), {})[name] = value
     return [list(group) for group in alike.values() if len(set(group.values())) > 1]
 
 

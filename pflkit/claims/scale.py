@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from pflkit import costs, data, images, text
+from pflkit.claims.comparisons import settings_of
 from pflkit.methods import METHODS
 
 PATIENCE = 100  # evaluations without a new best: FedAH's released code; its paper: "an early stopping mechanism"
@@ -40,10 +41,11 @@ class Claim:
     each of its parts that they do not; or a text: why none. settings: the (data set, model) pairs of the paper. parts:
     where it says several things, each as (text, methods it takes, or None if no run checks it). remark: how to read its
     numbers. Claims about strong heterogeneity are `skewed`, about what follows convergence `settled`, about the ledger
-    `exact`.
+    `exact`. endless: the methods whose runs need not converge, for it says that they do not.
 
     varies: of a claim that compares sets of runs, the key of the configuration that tells them apart, and others that
-    may differ with it, none else. Its measure takes {value of that key: runs}, values in order.
+    may differ with it, none else; or a method's setting, as "method setting". Its measure takes {value of that key:
+    runs}, values in order.
     """
 
     id: str
@@ -56,15 +58,20 @@ class Claim:
     skewed: bool = False
     settled: bool = False
     exact: bool = False
+    endless: tuple = ()
     varies: tuple = ()
     remark: str = ""
 
 
 def values_of(config):
-    """What a protocol fixes or a claim varies, by name, of a configuration; dataset: (data set, model)."""
+    """What a protocol fixes or a claim varies, by name, of a configuration; dataset: (data set, model).
+
+    A setting's name is "method setting", so that none is taken for a key of the partition or the training.
+    """
     of_data = {"dataset": (config["dataset"]["name"], config["model"]["name"]), "rounds": config["rounds"]}
     of_clients = {"clients": config["clients"], "join_ratio": tuple(config["join_ratio"])}
-    return config["partition"] | config["training"] | of_data | of_clients | {"partition": config["partition"]["name"]}
+    split = config["partition"] | {"partition": config["partition"]["name"]}
+    return split | config["training"] | of_data | of_clients | settings_of(config)
 
 
 def departures(claim, config):
@@ -109,10 +116,11 @@ def falls_short(claim, there):
         short += [f"{name}'s {k} {own.get(k)}, its default: {v}" for k, v in default.items() if own.get(k) != v]
     for method in [n for n in there if n in METHODS]:
         own, default = there[method][0].config["settings"], asdict(METHODS[method]())
+        default = {k: v for k, v in default.items() if f"{method} {k}" not in claim.varies}
         short += [f"{method}'s {k} {own.get(k)}, its default: {v}" for k, v in default.items() if own.get(k) != v]
     if (seeds := min(len(group) for group in there.values())) < 5:
         short.append(f"{seeds} of at least 5 seeds")
-    return short + unsettled(histories)
+    return short + unsettled([h for name, group in there.items() if name not in claim.endless for h in group])
 
 
 def unsettled(histories):
