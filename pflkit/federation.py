@@ -256,6 +256,11 @@ class Federation:
             if ids.ndim != 1 or ids.dtype.kind not in "iu" or not set(ids.tolist()) <= set(range(self.num_clients)):
                 raise ValueError(f"{type(method).__name__}.joins: is {ids!r}, must be client numbers, at least one")
             ids = np.unique(ids)
+        if hasattr(method, "begin"):
+            server = method.begin(state.server, t, rounds)
+            _check(method, "begin", server)
+            _check_same(method, "begin", server, state.server, axes=0)
+            state.server = server
         size = getattr(method, "cohort", None) or len(ids)
         down, up = np.zeros((2, len(ids)), dtype=np.int64)
         result = Round(ids, down, up, calls=[], held=[[] for _ in self.groups])

@@ -256,6 +256,41 @@ def test_joins_may_call_others():
     assert [len(fed.play(All(), state, 2).ids) for _ in range(2)] == [10, 3]
 
 
+def test_a_server_may_know_the_round():
+    """Before anything is sent; and what it makes of that has the form that its tree always has."""
+    seen = []
+
+    class Knows(Echo):
+        def begin(self, server, round, rounds):
+            seen.append((round, rounds))
+            return {"a": torch.full((2,), 10.0 * round + rounds)}
+
+        def local(self, clients, kept, message):
+            return kept, {"own": message["a"]}, message
+
+    class Grows(Echo):
+        def begin(self, server, round, rounds):
+            return {"a": torch.ones(3)}
+
+    class Tells(Echo):
+        def begin(self, server, round, rounds):
+            return {"a": round}
+
+    fed = federation(4)
+    state = fed.start(Knows())
+    for t in (1, 2):
+        assert fed.play(Knows(), state, 5).held["a"].tolist() == [[10 * t + 5] * 2] * 4
+    assert seen == [(1, 5), (2, 5)]
+    for method, line in (
+        (Grows(), r"Grows.begin, 'a', is \[3\]"),
+        (Tells(), "Tells.begin, 'a', is int, must be a tensor"),
+    ):
+        state = fed.start(method)
+        with pytest.raises(ValueError, match=line):
+            fed.play(method, state, 5)
+        assert torch.equal(state.server["a"], torch.ones(2))
+
+
 # --- state -----------------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ The model that `local` and `deploy` give may be two, {"personal": a model, "glob
 and only where a paper needs them
 
     watch(server, kept)               {name: tree}: values whose distribution is recorded each round
+    begin(server, round, rounds)      the server's tree as a round begins, where it is to know which one (from 1)
     joins(round, sampled, everyone)   other ids than the sampled ones
     cohort               so many clients meet the server at a time, one cohort after the other
     heterogeneous        True: clients may have different models; `client`, `local`, `deploy` are then called once for
@@ -43,6 +44,7 @@ from pflkit.methods.fedavg import FedAvg
 from pflkit.methods.fedavg_ft import FedAvgFT
 from pflkit.methods.fedfomo import FedFomo
 from pflkit.methods.fedgh import FedGH
+from pflkit.methods.fedkd import FedKD
 from pflkit.methods.fedmeta import FedMeta
 from pflkit.methods.fedper import FedPer
 from pflkit.methods.fedproto import FedProto
@@ -77,6 +79,7 @@ METHODS = {
     "lgfedavg": LGFedAvg,
     "fd": FD,
     "fml": FML,
+    "fedkd": FedKD,
     "fedapa": FedAPA,
 }
 
