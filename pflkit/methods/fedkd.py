@@ -123,7 +123,8 @@ def restore(factors, m):
     >>> restore(torch.tensor([[0.6, 0.8, 5.0, 1.0, 0.0, 0.0]]), 2).tolist()
     [[3.0, 0.0, 0.0], [4.0, 0.0, 0.0]]
     """
-    return (factors[:, :m] * factors[:, m : m + 1]).T @ factors[:, m + 1 :].clone()
+    V = factors[:, m + 1 :].clone()  # in memory of its own, for the last bits of a product may depend on where it lies
+    return (factors[:, :m] * factors[:, m : m + 1]).T @ V
 
 
 def worth(t):
@@ -143,7 +144,7 @@ def pack(change, energy):
     """
     m, most = len(change) if change.ndim else 1, worth(change)
     factors, k = change.new_zeros(most, m + 1 + change.numel() // m), 0
-    if most and change.any():  # zeros have no factors
+    if most and change.any():  # zeros have no factors, and no SVD is needed to see that
         found = compress(change.reshape(m, -1), energy)
         k = len(found)
         factors[:k] = found[:most]
