@@ -97,8 +97,9 @@ def fedgh(scale="paper"):
         one |= {"classes": 10 if dataset == "cifar100" else 2, "clients": clients, "join_ratio": join}
         one |= step | work[mixed] | {"rounds": 500} if paper else few
         one |= more | ({"settings": settings} if settings else {})
-        methods = [m for m in methods if not (mixed and m == "fedavg")]
-        sets[f"fedgh/{name}"] = [{"method": m, **one, "seed": seed} for seed in seeds for m in methods]
+        alone = {"settings": {"everyone": False}} if join < 1 else {}  # no more work than the others
+        runs = [{"method": m, **one, **(alone if m == "local" else {})} for m in methods if m != "fedavg" or not mixed]
+        sets[f"fedgh/{name}"] = [{**run, "seed": seed} for seed in seeds for run in runs]
 
     for dataset in ("cifar10", "cifar100"):
         for clients in (10, 50, 100):

@@ -2,7 +2,7 @@
 
 Source: none; the standard baseline.
 
-One round, for each of the N clients (no server takes part, so no sampling either):
+One round, for each of the N clients (no server takes part, so no sampling either, unless `everyone` is False):
     1.  θ_i <- SGD on f_i from its own θ_i, E epochs
 
 Travels:   nothing.
@@ -11,12 +11,14 @@ Evaluated: θ_i, `before` local training and `after` it: each round's `before` i
 
 Where released code differs, and what we do:
   - TsingZ0/PFLlib d832e76 (2025-11-29) and KarhouTam/FL-bench 06e658b (2025-10-09) train only sampled clients, which
-    slows Local down at join ratios below 1. Here everyone trains in every round.
+    slows Local down at join ratios below 1. Here everyone trains in every round; with `everyone=False` those who are
+    sampled, as with the other methods, which is the fair comparison at equal work.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pflkit.checks import boolean
 from pflkit.methods.fedavg import model_loss
 
 
@@ -26,6 +28,11 @@ class Local:
     product: ClassVar[str] = "after"
     heterogeneous: ClassVar[bool] = True
 
+    everyone: bool = True  # ours: nothing needs a server's invitation
+
+    def __post_init__(self):
+        boolean("everyone", self.everyone)
+
     def server(self, fed):
         return ()
 
@@ -33,7 +40,7 @@ class Local:
         return group.each_client(group.init())
 
     def joins(self, round, sampled, everyone):
-        return everyone
+        return everyone if self.everyone else sampled
 
     def download(self, server, ids):
         return ()

@@ -23,6 +23,16 @@ def test_everyone_trains_at_any_join_ratio(digits, play):
     assert trees.unequal(all_join.kept, few_join.kept) == 0
 
 
+def test_those_who_are_sampled_train_alone_if_told_so(digits, play):
+    fed = digits(join_ratio=0.5)
+    (state, rounds), whole = play(fed, make("local", everyone=False), 1), play(fed, make("local"), 1)[0]
+    (ids,) = (result.ids.tolist() for result in rounds)
+    assert ids == fed.sample(1).tolist() and len(ids) == 3
+    for i in range(6):
+        want = trees.row(whole.kept, i) if i in ids else fed.init()
+        assert trees.unequal(trees.row(state.kept, i), want) == 0
+
+
 def test_one_client_is_fedavg_of_one(by_hand, scalar_net, play):
     samples = [(torch.linspace(-2, 2, 23)[:, None], [0, 1] * 11 + [1])]
     fed = by_hand(scalar_net(0.7, 0.3, classes=2), samples, rule={"lr": 0.1})
