@@ -44,12 +44,17 @@ def to_convergence(history, patience=100, point=None):
     return pd.Series({"rounds": rounds, "bytes": sent, "seconds": spent["seconds"].sum()})
 
 
-def bytes_to_target(history, target, point=None):
-    """Bytes, down and up together, until the mean accuracy first reaches `target` (0 to 1); None if it never does."""
+def rounds_to_target(history, target, point=None):
+    """Rounds of training until the mean accuracy is first seen to reach `target` (0 to 1); None if it never is."""
     real("target", target, 0, 1)
     curve = history.curve(point)
-    reached = curve[curve >= target]
-    if reached.empty:
+    reached = curve.index[curve >= target]
+    return int(reached[0]) if len(reached) else None
+
+
+def bytes_to_target(history, target, point=None):
+    """Bytes, down and up together, until the mean accuracy first reaches `target` (0 to 1); None if it never does."""
+    if (last := rounds_to_target(history, target, point)) is None:
         return None
     rounds = history.rounds.dropna(subset="joined").set_index("round")
-    return int(rounds.loc[: reached.index[0], ["bytes_down", "bytes_up"]].to_numpy().sum())
+    return int(rounds.loc[:last, ["bytes_down", "bytes_up"]].to_numpy().sum())

@@ -66,6 +66,36 @@ def budget(runs, patience):
     return pd.DataFrame(rows).T.rename_axis("method")
 
 
+def to_targets(runs, targets, point=None):
+    """A row per method: rounds, and KB of all clients both ways, until its mean accuracy is first seen to reach each of
+    `targets` (0 to 1), as means over seeds; "not reached" unless it is in all of them.
+    """
+    rows = {}
+    for name, histories in lists(runs).items():
+        rows[name] = {}
+        for target in targets:
+            spent = [costs.bytes_to_target(h, target, point) for h in histories]
+            found = ["not reached"] * 2
+            if None not in spent:
+                rounds = [costs.rounds_to_target(h, target, point) for h in histories]
+                found = [f"{np.mean(rounds):.1f}", f"{np.mean(spent) / 1e3:,.1f}"]
+            rows[name] |= {f"{what} to {100 * target:g} %": n for what, n in zip(("rounds", "KB"), found, strict=True)}
+    return pd.DataFrame(rows).T.rename_axis("method")
+
+
+def by_value(sets, what):
+    """Accuracies behind `plots.lines`: method, `what`, seed (0, 1, ...) and "accuracy (%)", the one number of each run, of
+    sets {value of `what`: {method: a History, or a list of them}}.
+    """
+    rows = [
+        {"method": method, what: float(value), "seed": seed, "accuracy (%)": 100 * history.summary()["accuracy"]}
+        for value, runs in sets.items()
+        for method, histories in lists(runs).items()
+        for seed, history in enumerate(histories)
+    ]
+    return pd.DataFrame(rows)
+
+
 def cost(runs):
     """A row per method: bytes per sampled client and round, FLOPs of a round, of the first seed's run."""
     rows = {name: costs.per_round(histories[0]) for name, histories in lists(runs).items()}

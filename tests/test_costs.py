@@ -79,6 +79,24 @@ def test_bytes_to_target():
         costs.bytes_to_target(RISING, 75)
 
 
+def test_rounds_and_kilobytes_to_targets():
+    assert [costs.rounds_to_target(RISING, t) for t in (0.5, 0.65, 0.75)] == [1, 2, None]
+    assert costs.rounds_to_target(RISING, 0.1, "before") == 0
+    table = tables.to_targets({"m": RISING, "both": [RISING, RISING]}, (0.5, 0.75))
+    assert table.loc["m"].to_dict() == {
+        **{"rounds to 50 %": "1.0", "KB to 50 %": "0.8"},
+        **{"rounds to 75 %": "not reached", "KB to 75 %": "not reached"},
+    }
+    assert table.loc["both"].equals(table.loc["m"]) and table.index.name == "method"
+
+
+def test_accuracies_behind_a_plot_by_a_value():
+    table = tables.by_value({"0.5": {"m": RISING}, "2": {"m": [RISING, RISING]}}, "beta")
+    assert list(table.columns) == ["method", "beta", "seed", "accuracy (%)"]
+    assert table["beta"].tolist() == [0.5, 2.0, 2.0] and table["seed"].tolist() == [0, 0, 1]
+    assert (table["accuracy (%)"] == 100 * RISING.summary()["accuracy"]).all()
+
+
 def test_accuracy_table_has_mean_and_spread_over_seeds():
     """Seeds end at 60 and 64 %: mean 62, standard deviation sqrt(8) = 2.83; clients are 5 points to either side."""
     other = history(before=[0.1, 0.2, 0.3, 0.4], after=[0.5, 0.6, 0.64])

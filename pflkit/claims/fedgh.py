@@ -117,7 +117,7 @@ def _fewest(runs):
     def until(reached, name):
         return [reached(h, target) for h, target in zip(runs[name], targets, strict=True)]
 
-    rounds = {name: until(_rounds_to, name) for name in runs}
+    rounds = {name: until(costs.rounds_to_target, name) for name in runs}
     more = {other: [a - b for a, b in zip(rounds[other], rounds["fedgh"], strict=True)] for other in others}
     found = [above(f"rounds to the target: {other} − fedgh{seen}", more[other], "rounds") for other in others]
     if "fedproto" not in runs:
@@ -129,12 +129,6 @@ def _fewest(runs):
     saved = [100 * (1 - a / b) for a, b in zip(ours, theirs, strict=True)]
     what = f"bytes to the target that fedgh saves of fedproto's{seen}"
     return [*found, above(what, saved, "%"), replace(close(what, saved, to=SAVED[name], unit="%"), full=True)]
-
-
-def _rounds_to(history, target):
-    """Rounds of training until the mean accuracy was first seen to reach `target`, which it does."""
-    curve = history.curve()
-    return int(curve.index[curve >= target][0])
 
 
 def _unlike(runs):
