@@ -256,11 +256,7 @@ class Federation:
             if ids.ndim != 1 or ids.dtype.kind not in "iu" or not set(ids.tolist()) <= set(range(self.num_clients)):
                 raise ValueError(f"{type(method).__name__}.joins: is {ids!r}, must be client numbers, at least one")
             ids = np.unique(ids)
-        if hasattr(method, "begin"):
-            server = method.begin(state.server, t, rounds)
-            _check(method, "begin", server)
-            _check_same(method, "begin", server, state.server, axes=0)
-            state.server = server
+        state.server = _begun(method, state, rounds)
         size = getattr(method, "cohort", None) or len(ids)
         down, up = np.zeros((2, len(ids)), dtype=np.int64)
         result = Round(ids, down, up, calls=[], held=[[] for _ in self.groups])
@@ -272,7 +268,7 @@ class Federation:
 
     def _exchange(self, method, state, ids, rounds, result):
         """Server to clients `ids`, their local work, and back: changes `state`, and adds to the Round `result`."""
-        t, message, kept = state.round + 1, self._send(method, state, ids), self.parts(state.kept)
+        t, message, kept = state.round + 1, self._send(method, state.server, ids), self.parts(state.kept)
         groups, keeps, uploads = self.by_group(ids), [], []
         for g, at, rows in groups:
             clients, own = self.clients(ids[at], t, rounds), split(message, at)
@@ -307,15 +303,15 @@ class Federation:
         in Round.held, both kinds.
         """
         everyone, models = np.arange(self.num_clients), []
-        message, kept = self._send(method, state, everyone), self.parts(state.kept)
+        message, kept = self._send(method, _begun(method, state, rounds), everyone), self.parts(state.kept)
         for g, at, rows in self.by_group(everyone):
             clients = self.clients(everyone[at], state.round + 1, rounds)
             models.append(method.deploy(clients, trees.take(kept[g], rows), split(message, at)))
             _check(method, "deploy", models[-1], len(at))
         return self.whole(models)
 
-    def _send(self, method, state, ids):
-        message = received(method.download(state.server, ids), len(ids))
+    def _send(self, method, server, ids):
+        message = received(method.download(server, ids), len(ids))
         _check(method, "download", message, len(ids))
         return message
 
@@ -328,6 +324,16 @@ class Federation:
         if np.isnan(loss).any():
             raise FloatingPointError(f"client {ids[np.isnan(loss).argmax()]}: its model gives NaN on its test data")
         return correct, loss
+
+
+def _begun(method, state, rounds):
+    """The server's tree as the next round begins, which in `deployed` may be the one after the last."""
+    if not hasattr(method, "begin"):
+        return state.server
+    server = method.begin(state.server, state.round + 1, rounds)
+    _check(method, "begin", server)
+    _check_same(method, "begin", server, state.server, axes=0)
+    return server
 
 
 def _check(method, part, tree, clients=None):

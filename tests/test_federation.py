@@ -268,6 +268,9 @@ def test_a_server_may_know_the_round():
         def local(self, clients, kept, message):
             return kept, {"own": message["a"]}, message
 
+        def deploy(self, clients, kept, message):
+            return message
+
     class Grows(Echo):
         def begin(self, server, round, rounds):
             return {"a": torch.ones(3)}
@@ -279,8 +282,11 @@ def test_a_server_may_know_the_round():
     fed = federation(4)
     state = fed.start(Knows())
     for t in (1, 2):
+        server = state.server
+        assert fed.deployed(Knows(), state, 5)["a"].tolist() == [[10 * t + 5] * 2] * 4  # what will be sent
+        assert state.server is server
         assert fed.play(Knows(), state, 5).held["a"].tolist() == [[10 * t + 5] * 2] * 4
-    assert seen == [(1, 5), (2, 5)]
+    assert seen == [(1, 5), (1, 5), (2, 5), (2, 5)]
     for method, line in (
         (Grows(), r"Grows.begin, 'a', is \[3\]"),
         (Tells(), "Tells.begin, 'a', is int, must be a tensor"),

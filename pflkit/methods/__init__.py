@@ -16,7 +16,8 @@ The model that `local` and `deploy` give may be two, {"personal": a model, "glob
 and only where a paper needs them
 
     watch(server, kept)               {name: tree}: values whose distribution is recorded each round
-    begin(server, round, rounds)      the server's tree as a round begins, where it is to know which one (from 1)
+    begin(server, round, rounds)      the server's tree as a round begins, where it is to know which one: from 1 to
+                                      rounds, and rounds + 1 when all is scored at the end
     joins(round, sampled, everyone)   other ids than the sampled ones
     cohort               so many clients meet the server at a time, one cohort after the other
     heterogeneous        True: clients may have different models; `client`, `local`, `deploy` are then called once for

@@ -10,8 +10,8 @@ Client i has a teacher Θ_i (elsewhere: mentor, or the local model) of any archi
 R^{r_t}. All have copies of one student w (elsewhere: mentee), with z_s in R^{r_s}; W_i [r_t, r_s] maps those to the
 teacher's space. p_t and p_s are the two models' distributions over the classes. Round t of R, for the sampled clients
 S_t, with the share of energy T = T_start + (T_end − T_start) t / R:
-    1.  the server sends its last update      Δ^{t-1}, in the form of step 4; and w^t itself to a client that was not
-                                              in S_{t-1}
+    1.  the server sends its last update      Δ^{t-1}, in the form of step 4; but to a client that was not in S_{t-1}
+                                              w^t itself
     2.  client i has                          w^t = w^{t-1} + Δ^{t-1}
     3.  trains all three at once              (Θ_i, w_i, W_i) <- SGD on L_t + L_s from (Θ_i, w^t, W_i), E epochs:
                                               L_t = CE_t + (KL(p_s ‖ p_t) + H) / A,   A = CE_t + CE_s,
@@ -38,10 +38,11 @@ Where released code differs, and what we do:
     trained on.
   - PFLlib sends parameters, not updates, and decomposes each h x w kernel apart, with one k for all, which makes most
     of them longer; it tells factors from a tensor by len(x) == 3, which a bias of three classes has too; and the first
-    client unpacks the message that all share. Here k is of one matrix and never lengthens it, and `present` tells.
+    client unpacks the message that all share. Here k is of one matrix, and factors are known by being shorter than it.
   - It adds H to both losses and back-propagates it twice into both models; divides the KL by the number of classes;
-    averages over clients, not samples; and clips each gradient at 10 (here `Training.clip`, of all three together).
-  - In its first round it sends nothing, for all have one initial student; here the update 0, which weighs the others.
+    averages over clients, not samples; and clips gradients at 10. Here `Training.clip` bounds those of Θ_i, w_i and W_i
+    each by itself, if set.
+  - In its first round it sends nothing, for all have one initial student; here the update 0, whose matrices have k = 0.
   - Who missed a round has no w^{t-1}. What is done then is not known to us; it gets w^t here, and that is counted.
   - H is of the last representations, those the heads see, a mean over samples and r_t; the paper's is also of attention
     maps, which our models lack. W_i is the identity at first, cut to [r_t, r_s] (ours).
@@ -53,10 +54,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch.nn.functional import cross_entropy, linear, log_softmax, mse_loss
+from torch.nn.functional import cross_entropy, linear, mse_loss, pad
 
 from pflkit.checks import choice, real
 from pflkit.messages import Rows
+from pflkit.methods.fml import divergence
 from pflkit.models import MODELS
 from pflkit.trees import average, row, stack, tree_map
 
@@ -73,15 +75,10 @@ def mutual_losses(logits_t, logits_s, hidden_t, hidden_s, y):
     >>> [round(float(loss), 4) for loss in mutual_losses(*logits, *hidden, torch.tensor([0]))]
     [2.4734, 2.8656]
     """
-
-    def kl(log_p, log_q):
-        return (log_p.exp() * (log_p - log_q)).sum(1).mean()
-
-    log_t, log_s = log_softmax(logits_t, 1), log_softmax(logits_s, 1)
     ce_t, ce_s = cross_entropy(logits_t, y), cross_entropy(logits_s, y)
     A = (ce_t + ce_s).detach().clamp(min=LEAST)
-    loss_t = ce_t + (kl(log_s.detach(), log_t) + mse_loss(hidden_t, hidden_s.detach())) / A
-    loss_s = ce_s + (kl(log_t.detach(), log_s) + mse_loss(hidden_s, hidden_t.detach())) / A
+    loss_t = ce_t + (divergence(logits_s, logits_t) + mse_loss(hidden_t, hidden_s.detach())) / A
+    loss_s = ce_s + (divergence(logits_t, logits_s) + mse_loss(hidden_s, hidden_t.detach())) / A
     return loss_t, loss_s
 
 
@@ -127,41 +124,28 @@ def restore(factors, m):
     return (factors[:, :m] * factors[:, m : m + 1]).T @ V
 
 
-def worth(t):
-    """The most factors that are shorter than a tensor t [m, ...], as a matrix [m, n]; 0 for what is no such matrix.
-
-    >>> [worth(torch.zeros(shape)) for shape in [(512, 1024), (32, 3, 5, 5), (3, 3), (10,), ()]]
-    [341, 22, 1, 0, 0]
-    """
-    m, n = t.reshape(len(t), -1).shape if t.ndim > 1 else (1, 1)
-    return (m * n - 1) // (m + n + 1) if t.is_floating_point() else 0
-
-
 def pack(change, energy):
-    """What travels of ONE tensor's change [m, ...], as two Rows: its factors [worth, m + 1 + n], or itself [1, m, ...].
+    """What travels of ONE tensor's change, as Rows of numbers [numel]: a matrix's factors if shorter, else itself.
 
-    Of the first k rows are present, or else the one of the second.
+    >>> packed = pack(torch.outer(torch.arange(4.0), torch.arange(5.0)), 0.9)  # u, σ and v are 4 + 1 + 5 numbers of 20
+    >>> packed.values.shape, int(packed.present.sum())
+    (torch.Size([20]), 10)
     """
-    m, most = len(change) if change.ndim else 1, worth(change)
-    factors, k = change.new_zeros(most, m + 1 + change.numel() // m), 0
-    if most and change.any():  # zeros have no factors, and no SVD is needed to see that
-        found = compress(change.reshape(m, -1), energy)
-        k = len(found)
-        factors[:k] = found[:most]
-    dense = not most or k > most
-    present = torch.arange(most, device=change.device) < (0 if dense else k)
-    return Rows(factors * (not dense), present), Rows(change[None] * dense, torch.tensor([dense], device=change.device))
+    sent = change.reshape(-1)
+    if change.ndim > 1 and change.is_floating_point():
+        factors = compress(change.reshape(len(change), -1), energy)
+        sent = factors.reshape(-1) if factors.numel() < sent.numel() else sent
+    numel = change.numel()
+    return Rows(pad(sent, (0, numel - len(sent))), torch.arange(numel, device=change.device) < len(sent))
 
 
-def unpack(packed):
-    """The change that was packed: the same numbers, to the bit, from whatever copy of them."""
-    factors, whole = packed[0].values, packed[1].values[0]
-    return whole + restore(factors, len(whole)).view_as(whole) if len(factors) else whole.clone()
-
-
-def to_some(rows, who):
-    """Rows [K, ...] as a download [C, K, ...] of which only those of `who` [C] get anything."""
-    return Rows(rows.values.expand(len(who), *rows.values.shape), rows.present & who[:, None])
+def unpack(packed, shape):
+    """The change of this shape that was packed: the same numbers, to the bit, from whatever copy of them."""
+    sent = packed.values[: int(packed.present.sum())]
+    if len(sent) == len(packed.values):
+        return sent.reshape(shape).clone()
+    m, n = shape[0], shape[1:].numel()
+    return restore(sent.view(-1, m + 1 + n), m).view(shape)
 
 
 @dataclass(frozen=True)
@@ -192,7 +176,7 @@ class FedKD:
         return {
             "student": start,
             "update": tree_map(lambda t: pack(torch.zeros_like(t), 1.0), start),
-            "joined": torch.ones(fed.num_clients, dtype=torch.bool, device=fed.device),  # who needs only the update
+            "joined": torch.ones(fed.num_clients, dtype=torch.bool, device=fed.device),  # in the last round
             "energy": torch.ones((), dtype=torch.float64),
         }
 
@@ -205,17 +189,24 @@ class FedKD:
         return {**server, "energy": torch.full_like(server["energy"], self.energy(round, rounds))}
 
     def download(self, server, ids):
-        joined = server["joined"][torch.as_tensor(ids, device=server["joined"].device)]
-        update = tree_map(lambda _, rows: tuple(to_some(r, joined) for r in rows), server["student"], server["update"])
-        whole = torch.ones(1, dtype=torch.bool, device=joined.device)
-        return update, tree_map(lambda t: to_some(Rows(t[None], whole), ~joined), server["student"])
+        joined = server["joined"][torch.as_tensor(ids, device=server["joined"].device)][:, None]
+
+        def leaf(student, update):
+            return Rows(torch.where(joined, update.values, student.reshape(-1)), update.present | ~joined)
+
+        told = Rows(torch.zeros(*joined.shape, 0, device=joined.device), joined)  # an update? A row of no numbers
+        return told, tree_map(leaf, server["student"], server["update"])
 
     def local(self, clients, kept, message):
-        def follow(old, change, new):
-            return torch.where(new.present[0], new.values[0], old + unpack(change))
-
         C, energy = range(len(clients.ids)), self.energy(clients.round, clients.rounds)
-        start = stack([tree_map(follow, row(kept["student"], i), *row(message, i)) for i in C])
+
+        def follow(i):
+            old, (told, sent) = row(kept["student"], i), row(message, i)
+            if told.present:
+                return tree_map(lambda w, change: w + unpack(change, w.shape), old, sent)
+            return tree_map(lambda w, whole: whole.values.view_as(w), old, sent)
+
+        start = stack([follow(i) for i in C])
         both = clients.beside(clients.second(self.student))
         teacher, student, W = both.sgd(fedkd_loss, (kept["teacher"], start, kept["W"]))
         change = tree_map(torch.sub, student, start)
@@ -224,10 +215,10 @@ class FedKD:
 
     def merge(self, server, ids, message, upload, n):
         student, joined = server["student"], torch.zeros_like(server["joined"])
-        changes = stack([tree_map(lambda _, rows: unpack(rows), student, row(upload, i)) for i in range(len(ids))])
-        update = tree_map(lambda t: pack(t, float(server["energy"])), average(changes, n))
+        changes = [tree_map(lambda t, p: unpack(p, t.shape), student, row(upload, i)) for i in range(len(ids))]
+        update = tree_map(lambda t: pack(t, float(server["energy"])), average(stack(changes), n))
         joined[torch.as_tensor(ids, device=joined.device)] = True
-        new = tree_map(lambda t, rows: t + unpack(rows), student, update)
+        new = tree_map(lambda t, p: t + unpack(p, t.shape), student, update)
         return {**server, "student": new, "update": update, "joined": joined}
 
     def deploy(self, clients, kept, message):

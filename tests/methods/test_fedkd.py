@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from pflkit import data, models, partition, trees
 from pflkit.federation import Federation
-from pflkit.messages import nbytes
+from pflkit.messages import nbytes, received
 from pflkit.methods import fedkd, make
 from pflkit.methods.fedkd import compress, mutual_losses, pack, rank, restore, unpack
 
@@ -84,9 +84,10 @@ def test_energy_one_is_lossless(shape, dtype):
     eye = torch.eye(m, n, dtype=torch.float64).reshape(shape)
     for t in (random(*shape), eye, torch.outer(random(m), random(n, seed=1)).reshape(shape), decaying(*shape)):
         t = t.to(dtype)
-        for got in (restore(compress(t.reshape(m, n), 1.0), m).view_as(t), unpack(pack(t, 1.0))):
+        for got in (restore(compress(t.reshape(m, n), 1.0), m).view_as(t), unpack(pack(t, 1.0), t.shape)):
             assert float((got - t).norm()) <= (5e-6 if dtype == torch.float32 else 1e-14) * float(t.norm())
-    assert torch.equal(unpack(pack(random(*shape).to(dtype), 1.0)), random(*shape).to(dtype))  # dense: to the bit
+    t = random(*shape).to(dtype)
+    assert torch.equal(unpack(pack(t, 1.0), t.shape), t)  # dense: to the bit
 
 
 @pytest.mark.parametrize("energy", [0.5, 0.9, 0.99, 0.99999])
@@ -99,11 +100,10 @@ def test_what_is_lost_and_what_it_weighs(shape, energy):
         U, s, V = np.linalg.svd(t.reshape(m, n).numpy(), full_matrices=False)
         low = torch.from_numpy((U[:, :k] * s[:k]) @ V[:k]).reshape(shape)
         shorter = k * (m + n + 1) < m * n
-        torch.testing.assert_close(unpack(packed), low if shorter else t, atol=1e-12, rtol=0)
+        got = unpack(packed, t.shape)
+        torch.testing.assert_close(got, low if shorter else t, atol=1e-12, rtol=0)
         assert weight(packed) == 8 * min(k * (m + n + 1), m * n)
-        lost = float((t - unpack(packed)).square().sum() / t.square().sum())
-        assert lost <= 1 - energy + 1e-12
-        assert len(packed[0].present) == max(0, math.ceil(m * n / (m + n + 1)) - 1)  # the longest that pays off
+        assert float((t - got).square().sum() / t.square().sum()) <= 1 - energy + 1e-12
 
 
 @pytest.mark.parametrize(("shape", "inflated"), [((32, 3, 5, 5), 4224), ((16, 3, 3, 3), 674), ((64, 32, 5, 5), 67_584)])
@@ -124,26 +124,25 @@ def test_what_is_no_matrix_of_reals_travels_as_it_is():
     for t in (random(3), random(1), random(1)[0], random(100), torch.tensor(7), torch.arange(40).reshape(4, 10)):
         for value in (t, 0 * t):
             packed = pack(value, 0.5)
-            assert torch.equal(unpack(packed), value) and unpack(packed).dtype == value.dtype
+            assert torch.equal(unpack(packed, t.shape), value) and unpack(packed, t.shape).dtype == value.dtype
             assert weight(packed) == value.numel() * value.element_size()
     for shape in ((3, 4), (3, 3, 3), (3, 2)):
-        assert torch.equal(unpack(pack(random(*shape), 1.0)), random(*shape))
+        assert torch.equal(unpack(pack(random(*shape), 1.0), random(*shape).shape), random(*shape))
     for shape in SHAPES:
         packed = pack(torch.zeros(shape), 0.95)
-        pays = len(packed[0].present) > 0
-        assert weight(packed) == (0 if pays else 4 * math.prod(shape)) and not unpack(packed).any()
+        assert weight(packed) == 0 and not unpack(packed, torch.Size(shape)).any()
 
 
 def test_unpacking_changes_nothing_and_gives_the_same_bits_from_any_copy():
     for t in (decaying(40, 60).float(), random(40, 60), random(7)):
         packed = pack(t, 0.9999)
-        before, first = trees.clone(packed), unpack(packed)
+        before, first = trees.clone(packed), unpack(packed, t.shape)
         for offset in (1, 2, 3):  # in memory that starts elsewhere
             shifted = trees.tree_map(
                 lambda x, o=offset: torch.cat([x.new_zeros(o), x.flatten()])[o:].view_as(x), packed
             )
-            assert torch.equal(unpack(shifted), first)
-        unpack(packed).fill_(7)
+            assert torch.equal(unpack(shifted, t.shape), first)
+        unpack(packed, t.shape).fill_(7)
         assert trees.unequal(packed, before) == 0
 
 
@@ -304,7 +303,7 @@ def test_no_copy_of_the_student_drifts(digits, model, engine):
             assert down == (update if i in last else dense)
             kinds.add((bool(i in last), t > 0))
         last = result.ids
-        applied = trees.tree_map(lambda w, p: w + unpack(p), student, state.server["update"])
+        applied = trees.tree_map(lambda w, p: w + unpack(p, w.shape), student, state.server["update"])
         assert trees.unequal(applied, state.server["student"]) == 0
         assert trees.unequal(student, state.server["student"]) > 1e-4
     assert kinds == {(True, False), (True, True), (False, True)}
@@ -337,7 +336,7 @@ def test_an_update_of_zero_weighs_only_biases_whatever_the_student_is(digits, pl
     assert result.bytes_up.tolist() == [4 * (16 + 32 + 64 + 10)] * 3
     assert trees.unequal(state.server["student"], before) == 0
     assert not any(
-        leaf.any() for leaf in trees.leaves(trees.tree_map(lambda _, p: unpack(p), before, state.server["update"]))
+        packed.any() for packed in trees.leaves(trees.tree_map(lambda _, p: p.values, before, state.server["update"]))
     )
 
 
@@ -351,6 +350,16 @@ def test_bytes_are_those_of_what_travelled(digits):
             assert set(result.bytes_down) == {down}
             assert (result.bytes_up <= dense).all() and down <= dense
             assert (result.bytes_up == dense).all() == (energies == (1.0, 1.0))
+
+
+def test_a_message_takes_no_more_memory_than_a_student_and_its_mask(digits):
+    """A client gets an update or the student, never both, in one place of the student's size."""
+    fed, method = digits("cnn-small", join_ratio=0.5), make("fedkd")
+    state = fed.start(method)
+    fed.play(method, state, 2)
+    _, message = received(method.download(state.server, np.arange(6)), 6)
+    assert 0 < state.server["joined"].sum() < 6
+    assert sum(t.numel() * t.element_size() for t in trees.leaves(message)) == 6 * 5 * fed.model.size()
 
 
 def test_batch_norms_statistics_follow_and_counters_stay_whole(by_hand, linear):
@@ -375,9 +384,11 @@ def test_batch_norms_statistics_follow_and_counters_stay_whole(by_hand, linear):
 
 @pytest.mark.parametrize("model", ["mlp", "cnn-small"])
 def test_without_distillation_it_is_local_and_fedavg(digits, play, monkeypatch, model):
-    """A = ∞: teachers as in Local, to the bit; the student as FedAvg's model, at T = 1 but for rounding."""
+    """A = ∞: teachers as in Local, to the bit, though clipped, for each model's gradient is by itself; the student as
+    FedAvg's model, at T = 1 but for rounding.
+    """
     monkeypatch.setattr(fedkd, "LEAST", math.inf)
-    fed = digits(model, rule={"momentum": 0.9}, dtype=torch.float64)
+    fed = digits(model, rule={"momentum": 0.9, "clip": 0.5}, dtype=torch.float64)
     state, rounds = play(fed, make("fedkd", energy_start=1.0, energy_end=1.0), 3)
     local, alone = play(fed, make("local"), 3)
     average, _ = play(fed, make("fedavg"), 3)
