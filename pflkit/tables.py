@@ -36,9 +36,11 @@ def accuracy(runs):
     return table if table["global"].any() else table.drop(columns="global")
 
 
-def across(sets):
-    """A row per method, a column per set of {name: runs}: accuracy in % at the method's own point, as in `accuracy`."""
-    columns = {name: accuracy(runs)["own"] for name, runs in sets.items() if runs}
+def across(sets, point="own"):
+    """A row per method, a column per set of {name: runs}: accuracy in % at the method's own point, or at another that
+    is a column of `accuracy`.
+    """
+    columns = {name: accuracy(runs)[point] for name, runs in sets.items() if runs}
     methods = list(dict.fromkeys(method for column in columns.values() for method in column.index))
     return pd.DataFrame(columns, index=methods).fillna("").rename_axis("method")
 
@@ -83,12 +85,12 @@ def to_targets(runs, targets, point=None):
     return pd.DataFrame(rows).T.rename_axis("method")
 
 
-def by_value(sets, what):
-    """Accuracies behind `plots.lines`: method, `what`, seed (0, 1, ...) and "accuracy (%)", the one number of each run, of
+def by_value(sets, what, point="accuracy"):
+    """Accuracies behind `plots.lines`: method, `what`, seed (0, 1, ...) and "accuracy (%)", a number of a run's summary, of
     sets {value of `what`: {method: a History, or a list of them}}.
     """
     rows = [
-        {"method": method, what: float(value), "seed": seed, "accuracy (%)": 100 * history.summary()["accuracy"]}
+        {"method": method, what: float(value), "seed": seed, "accuracy (%)": 100 * history.summary()[point]}
         for value, runs in sets.items()
         for method, histories in lists(runs).items()
         for seed, history in enumerate(histories)

@@ -95,6 +95,7 @@ def test_accuracies_behind_a_plot_by_a_value():
     assert list(table.columns) == ["method", "beta", "seed", "accuracy (%)"]
     assert table["beta"].tolist() == [0.5, 2.0, 2.0] and table["seed"].tolist() == [0, 0, 1]
     assert (table["accuracy (%)"] == 100 * RISING.summary()["accuracy"]).all()
+    assert tables.by_value({1: {"m": RISING}}, "beta", "before")["accuracy (%)"].tolist() == [30.0]
 
 
 def test_accuracy_table_has_mean_and_spread_over_seeds():
