@@ -29,7 +29,8 @@ last. All classes that others own go down, though a client uses only its own: be
 
 Where released code differs, and what we do (TsingZ0/PFLlib d832e76, 2025-11-29; TsingZ0/HtFLlib e959261, 2026-04-23):
   - They average logits, and take them for the probabilities of a target. The loss has no lower bound then, and a client
-    in perfect agreement is moved: its gradient is (Σ_k t_k) softmax(z) − t, not 0. Here targets are probabilities.
+    in perfect agreement is moved: its gradient is (Σ_k t_k) softmax(z) − t, not 0. PFLlib 3f5141b and HtFLlib 17f851e
+    (dates unknown) take the softmax of the mean logits. Here a target is a mean of probabilities.
   - They send everyone one mean over all participants, the receiver included. Here it is left out, of its own targets.
   - A sample whose class has no target has its own logits for one. Here it has no such term.
   - They average over all epochs of training, while the model moves. Here over each sample once, after training.

@@ -23,9 +23,10 @@ Keeps:     the client's model (θ_i, φ_i); the server the global prototypes.
 Evaluated: θ_i with the newest global prototypes `before` local training, the method's product; the trained θ_i with
            those that it was trained by `after` it.
 
-The nearest prototype is the largest logit of a linear head, `nearest_head`. Losses are the cross-entropy of those
-logits, so of −‖z − C̄^j‖²: not what is trained, nor to be compared with other methods' or round 1's. A test sample of a
-class without prototype costs 1e30, in the place of infinity.
+The nearest prototype is the largest logit of a linear head, `nearest_head`; so models' own heads must be linear layers
+with a bias. Test losses are the cross-entropy of those logits, so of −‖z − C̄^j‖²: not what is trained, nor to be
+compared with other methods' or round 1's. A test sample of a class without prototype costs 1e30, in the place of
+infinity.
 
 Where released code differs, and what we do:
   - To our knowledge (not checked against the text) the paper's regulariser is Σ_j d(C_i^j, C̄^j), d the L2 distance of
@@ -41,9 +42,10 @@ Where released code differs, and what we do:
     samples, whatever the batches.
   - PFLlib's and HtFLlib's servers know only the classes of the last round's clients. Here a class once known stays so.
   - In the released code all clients join every round, and are scored at the end with the last global prototypes, our
-    `before`. It looks for the nearest prototype among the client's own classes only, and gives those unknown a distance
-    of 100; and its counts of correct answers are never reset, from client to client and from head to prototypes. Here
-    all known classes can be answered, no other ever is, and each client is counted by itself.
+    `before`. Where fewer join, `before` scores the others too, whose extractors these prototypes have moved away from.
+  - It looks for the nearest prototype among the client's own classes only, and gives those unknown a distance of 100;
+    and its counts of correct answers are never reset, from client to client and from head to prototypes. Here all
+    known classes can be answered, no other ever is, and each client is counted by itself.
   - Its run with different models ends in an error, as a function returns three values where two are taken.
   - PFLlib scores before the first prototypes as 0. Here the client's own head is scored. Its clients share one dict of
     prototypes, into which reading a missing class writes. Here nothing is shared.

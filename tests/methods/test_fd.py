@@ -294,7 +294,7 @@ def test_engines_agree(digits, play):
             fed = digits(engine=engine, dtype=torch.float64)
             ends.append(play(fed, make("fd"), 3)[0])
             assert not fed.groups[0].engine.refused
-    assert fd.distilled_loss in fed.groups[0].engine.checked
+    assert fed.groups[0].engine.checked == {(fd.distilled_loss, fed.model)}
     assert trees.unequal(ends[0].kept, ends[1].kept) == 0
     assert trees.unequal(ends[0].kept, ends[2].kept) < 1e-10
     assert trees.unequal(ends[0].server, ends[2].server) < 1e-10
@@ -359,26 +359,10 @@ def test_bytes_are_those_of_class_means(by_hand, play):
 # --- different models ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def mixed(digits, by_hand):
-    """A function that makes a Federation of mlp-1 to mlp-5 on digits, or of cnn-1 to cnn-5 on random images."""
-
-    def make(kind, **options):
-        if kind == "mlp":
-            return digits([models.build(f"mlp-{k}", (1, 8, 8), 10) for k in range(1, 6)], **options)
-        g = torch.Generator().manual_seed(0)
-        clients = [(torch.randn(4, 1, 16, 16, generator=g), [k % 3, k % 3, 1, 2]) for k in range(7)]
-        nets = [models.build(f"cnn-{k}", (1, 16, 16), 3) for k in range(1, 6)]
-        fed = by_hand(nets[0], clients, rule={"lr": 0.05, "batch_size": 2}, dtype=torch.float32)
-        return type(fed)(fed.dataset, fed.partition, nets, training=fed.training, **options)
-
-    return make
-
-
 @pytest.mark.parametrize("kind", ["mlp", "cnn"])
-def test_different_models_teach_each_other(mixed, kind):
+def test_different_models_teach_each_other(five, kind):
     """Sampled models train, others stay, bit for bit; the bytes are of classes, whatever the model."""
-    fed, method = mixed(kind, join_ratio=0.5), make("fd")
+    fed, method = five(kind, join_ratio=0.5), make("fd")
     state, K, known = fed.start(method), fed.model.classes, {}
     for _ in range(3):
         before = trees.clone(state.kept)
