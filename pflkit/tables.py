@@ -86,7 +86,7 @@ def to_targets(runs, targets, point=None):
 
 
 def by_value(sets, what, point="accuracy"):
-    """Accuracies behind `plots.lines`: method, `what`, seed (0, 1, ...) and "accuracy (%)", a number of a run's summary, of
+    """Accuracies behind `plots.lines`: method, `what`, seed (0, 1, ...) and "accuracy (%)", a run's number `point`, of
     sets {value of `what`: {method: a History, or a list of them}}.
     """
     rows = [

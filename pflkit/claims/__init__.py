@@ -32,8 +32,8 @@ happens by chance more often than 2.5 % of the time, so read the numbers.
 A claim is checked with those of its methods that were run (in every set, where it compares sets), on the seeds that all
 of these have, in those of its parts that the runs can check. The verdict then says how many of them there were, and
 speaks of no others. A paper's absolute numbers are compared at full scale only, each by `close`; below it only the
-signs count. Accuracy is a History's one number: mean over clients, last round, at the method's own point (the papers
-report the best round on test data, which flatters).
+signs count. Accuracy is a History's one number: mean over clients, last round, at the method's own point, but for
+FedGH's claims (the papers report the best round on test data, which flatters).
 """
 
 from dataclasses import dataclass

@@ -86,15 +86,15 @@ def above(what, values, unit="points", than=0):
     return Comparison(what, unit, f"above {than:g}", tuple(values), mean, low, high, holds)
 
 
-def ahead(pairs, runs, text=""):
-    """ "above" for each pair (a, b) of methods that both were run: a − b."""
+def ahead(pairs, runs, text="", point=None):
+    """ "above" for each pair (a, b) of methods that both were run: a − b, by default each at its own point."""
     here = [(a, b) for a, b in pairs if a in runs and b in runs]
-    return [compare(f"{text}{a} − {b}", runs[a], runs[b]) for a, b in here]
+    return [compare(f"{text}{a} − {b}", runs[a], runs[b], point) for a, b in here]
 
 
-def first(name, runs, text=""):
+def first(name, runs, text="", point=None):
     """`name` is above every other method that was run."""
-    return ahead([(name, other) for other in runs if other != name], runs, text)
+    return ahead([(name, other) for other in runs if other != name], runs, text, point)
 
 
 def count(what, comparisons, least):
