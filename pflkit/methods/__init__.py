@@ -44,6 +44,7 @@ from pflkit.methods.fedavg_ft import FedAvgFT
 from pflkit.methods.fedfomo import FedFomo
 from pflkit.methods.fedgh import FedGH
 from pflkit.methods.fedmeta import FedMeta
+from pflkit.methods.fedpac import FedPAC
 from pflkit.methods.fedper import FedPer
 from pflkit.methods.fedproto import FedProto
 from pflkit.methods.fedprox import FedProx
@@ -78,6 +79,7 @@ METHODS = {
     "fd": FD,
     "fml": FML,
     "fedapa": FedAPA,
+    "fedpac": FedPAC,
 }
 
 

@@ -39,13 +39,15 @@ PAYLOAD = {
     "fedproto": lambda r, h, p: (lambda known, i: h // 10 * len(known), h // 10),  # one label, one prototype a class
     "lgfedavg": lambda r, h, p: (h, h),
     "fedapa": lambda r, h, p: (r, r),
+    # A known class is a prototype; its own the client counts too. What it says of all ten classes, and its variance.
+    "fedpac": lambda r, h, p: (lambda known, i: p + (h // 10 - 1) * len(known), p + (h // 10 - 1) * 11 + 2),
     "fedamp": lambda r, h, p: (p, p),
     "moon": lambda r, h, p: (p, p),
 }
 
 # Settings with which nothing changes where clients do not train.
 STILL = {"fedgh": {"header_lr": 0.0}, "pfedme": {"inner_lr": 0.0}, "apple": {"lr_p": 0.0}}
-STILL |= {"fedmeta": {"server_lr": 0.0}}
+STILL |= {"fedmeta": {"server_lr": 0.0}, "fedpac": {"head_lr": 0.0}}
 
 # The share of its samples that a client trains on, where it is not all.
 TRAINS_ON = {"fedfomo": 0.8}
@@ -65,8 +67,10 @@ def personal(held):
 
 def learned(state):
     """Everything but a server's count of rounds, and but Rows, which are what clients sent it."""
-    server = () if isinstance(state.server, Rows) else state.server
-    return {k: v for k, v in server.items() if k != "round"} if isinstance(server, dict) else server, state.kept
+    server = {} if isinstance(state.server, Rows) else state.server
+    if isinstance(server, dict):
+        server = {k: v for k, v in server.items() if k != "round" and not isinstance(v, Rows)}
+    return server, state.kept
 
 
 def wipe(tree):
