@@ -109,6 +109,13 @@ def test_a_factor_changes_no_weight():
         torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
 
 
+def test_float32_statistics_are_weighed_in_float64():
+    """To the bit as if they were float64 to begin with."""
+    g = torch.Generator().manual_seed(0)
+    h, V = torch.randn(6, 10, 4, generator=g), torch.rand(6, generator=g)
+    assert torch.equal(alphas(h, V), alphas(h.double(), V.double()))
+
+
 def test_small_weights_are_dropped_and_the_rest_divided_by_their_sum():
     """PFLlib does not divide. V = (1, 1, 4000): (4000, 4000, 1)/8001 -> (1/2, 1/2, 0), and V3 = 400: nothing is."""
     h = torch.ones(3, 1, 2)
@@ -116,6 +123,8 @@ def test_small_weights_are_dropped_and_the_rest_divided_by_their_sum():
     assert alphas(h, tensor([1.0, 1.0, 4000.0]))[0, 2] == 0
     assert alphas(h, tensor([1.0, 1.0, 400.0]))[0].tolist() == pytest.approx([400 / 801, 400 / 801, 1 / 801])
     assert alphas(h, tensor([1.0, 1.0, 400.0]), 0.01)[0, 2] == 0
+    found = alphas(h[:2], tensor([1.0, 1.4]), 0.4)  # weights of sum 1 are judged, not β
+    assert found.tolist() == pytest.approx(np.array([[1.4 / 2.4, 1 / 2.4]] * 2))
 
 
 def test_where_all_weights_are_small_none_is_dropped():
@@ -168,11 +177,19 @@ def test_statistics_by_hand(features, monkeypatch, size, batch_size):
 def test_the_variance_is_never_negative(features, scale):
     """Clients with a single sample, or a single value, have none, in float32 too; then its own head is the best."""
     g = torch.Generator().manual_seed(0)
-    points = scale * torch.randn(15, 50, generator=g)
-    clients = [(x[None], [k % 2]) for k, x in enumerate(points)] + [(points[:1].expand(3, 50), [1, 1, 1])]
+    points = scale * torch.randn(6, 50, generator=g)
+    clients = [(x.expand(n, 50), [k % 2] * n) for k, x in enumerate(points) for n in (1, k + 2)]
     fed, method = features(clients, rule={"lr": 1e-3 / scale**2}, dtype=torch.float32), make("fedpac", head_lr=0.0)
     V = uploads(fed, method, fed.start(method))["V"]
     assert V.min() >= 0 and V.max() <= 1e-12 * scale**2
+
+
+def test_a_small_variance_beside_a_large_mean(features):
+    """In float32, where ‖z‖² of 5·10⁵ is known to .03: of one class V = E‖z − μ‖² / n, about 50·.01 / 20."""
+    x = 100 + 0.1 * torch.randn(20, 50, generator=torch.Generator().manual_seed(0))
+    fed, method = features([(x, [1] * 20)], dtype=torch.float32, rule={"lr": 1e-6}), make("fedpac", head_lr=0.0)
+    expected = (x.double() - x.double().mean(0)).square().sum(1).mean() / 20
+    assert uploads(fed, method, fed.start(method))["V"].item() == pytest.approx(float(expected), rel=1e-6)
 
 
 def test_statistics_are_of_the_received_extractor_in_evaluation_mode(by_hand, linear):
@@ -369,6 +386,16 @@ def test_weights_meet_the_heads_of_their_own_clients(server):
         assert (leaf[3] == 20).all()
         torch.testing.assert_close(leaf[[1, 4]], torch.full_like(leaf[[1, 4]], 25.0))
     assert trees.unequal(start, before) == 0
+
+
+def test_the_least_weight_is_the_settings(server):
+    """V = (1, 2, 4): (4, 2, 1)/7. Without those below .2, (2, 1)/3 of heads 10 and 20; below .3, 10 itself."""
+    fed, start = server(3)
+    for least, head in ((0.1, 120 / 7), (0.2, 40 / 3), (0.3, 10.0)):
+        upload = upload_of(fed.model, [10.0, 20.0, 40.0], [1.0, 2.0, 4.0])
+        new = make("fedpac", least_weight=least).merge(start, np.arange(3), (), upload, np.ones(3))
+        for leaf in trees.leaves(new["heads"]):
+            torch.testing.assert_close(leaf, torch.full_like(leaf, head))
 
 
 def test_prototypes_are_weighted_by_samples(server):
