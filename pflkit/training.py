@@ -387,9 +387,9 @@ class Clients:
 
         `f` is of ONE client and sees its model in evaluation mode. A mean is over samples, however they are batched.
         """
-        counts, means = self.class_counts, []
         forward = self._forward(f, params)
-        self.engine.each(forward.__getitem__, self.n)
+        self.engine.each(forward.__getitem__, self.n)  # features behind an extractor are then there to be counted
+        counts, means = self.class_counts, []
         for values, (_, y), n in zip(forward, self.data, counts, strict=True):
             sums = values.new_zeros(len(n), *values.shape[1:], dtype=torch.float64).index_add_(0, y, values.double())
             mean = sums / n.clamp(min=1).view(-1, *[1] * (sums.ndim - 1))

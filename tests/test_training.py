@@ -948,6 +948,34 @@ def test_class_mean_counts_its_flops():
     assert clients.flops().tolist() == (np.array(SIZES) * (4 * FC1 + 4 * FC2)).tolist()
 
 
+@ENGINES
+def test_class_mean_behind_an_extractor(engine, monkeypatch):
+    """That of features, which are computed once, and by the engine: in its threads, not one by one to count classes."""
+    model, inside, each = make_model("cnn-small"), [], Engine.each
+    params, extract = start(model), type(model).extract
+
+    def watched(self, f, sizes):
+        inside.append(True)
+        try:
+            return each(self, f, sizes)
+        finally:
+            inside.pop()
+
+    def inner(model, r, x):
+        assert inside
+        seen.append(len(x))
+        return extract(model, r, x)
+
+    monkeypatch.setattr(Engine, "each", watched)
+    monkeypatch.setattr(type(model), "extract", inner)
+    clients, seen = sampled(model, engine=engine), []
+    behind = clients.through(params[0])
+    means = behind.class_mean(lambda model, nothing, z: z, ())
+    behind.sgd(head_loss, params[1])
+    assert sum(seen) == sum(SIZES)
+    assert trees.unequal(means, clients.class_mean(representations, params[0])) == 0
+
+
 # A part of the samples
 
 

@@ -47,6 +47,7 @@ from pflkit.methods.fedfomo import FedFomo
 from pflkit.methods.fedgh import FedGH
 from pflkit.methods.fedkd import FedKD
 from pflkit.methods.fedmeta import FedMeta
+from pflkit.methods.fedpac import FedPAC
 from pflkit.methods.fedper import FedPer
 from pflkit.methods.fedproto import FedProto
 from pflkit.methods.fedprox import FedProx
@@ -82,6 +83,7 @@ METHODS = {
     "fml": FML,
     "fedkd": FedKD,
     "fedapa": FedAPA,
+    "fedpac": FedPAC,
 }
 
 

@@ -39,6 +39,8 @@ PAYLOAD = {
     "fedproto": lambda r, h, p: (lambda known, i: h // 10 * len(known), h // 10),  # one label, one prototype a class
     "lgfedavg": lambda r, h, p: (h, h),
     "fedapa": lambda r, h, p: (r, r),
+    # A known class is a prototype; its own the client counts too. What it says of all ten classes, and its variance.
+    "fedpac": lambda r, h, p: (lambda known, i: p + (h // 10 - 1) * len(known), p + (h // 10 - 1) * 11 + 2),
     "fedamp": lambda r, h, p: (p, p),
     "moon": lambda r, h, p: (p, p),
     # Nobody trains here: of an update 0 only biases travel, and here matrices are never of one column.
@@ -48,7 +50,7 @@ BIASES = {582_026: 32 + 64 + 512 + 10, 4_810: 64 + 10}
 
 # Settings with which nothing changes where clients do not train.
 STILL = {"fedgh": {"header_lr": 0.0}, "pfedme": {"inner_lr": 0.0}, "apple": {"lr_p": 0.0}}
-STILL |= {"fedmeta": {"server_lr": 0.0}}
+STILL |= {"fedmeta": {"server_lr": 0.0}, "fedpac": {"head_lr": 0.0}}
 
 # The share of its samples that a client trains on, where it is not all.
 TRAINS_ON = {"fedfomo": 0.8}
@@ -73,8 +75,10 @@ def learned(state):
     """Everything but what a server knows of rounds (their count, who joined the last one, a schedule's value), and but
     Rows, which are what clients sent it.
     """
-    server, of_rounds = () if isinstance(state.server, Rows) else state.server, {"round", "joined", "energy"}
-    return {k: v for k, v in server.items() if k not in of_rounds} if isinstance(server, dict) else server, state.kept
+    server, of_rounds = {} if isinstance(state.server, Rows) else state.server, {"round", "joined", "energy"}
+    if isinstance(server, dict):
+        server = {k: v for k, v in server.items() if k not in of_rounds and not isinstance(v, Rows)}
+    return server, state.kept
 
 
 def wipe(tree):
