@@ -16,8 +16,14 @@ from pflkit.training import Training
 
 pytestmark = pytest.mark.parametrize("name", METHODS)
 
-# Scalars that a sampled client receives and sends, by the sizes of extractor r, head h and model p. Where the server
-# sends what it knows, the first is a function of whom it has heard of, each with a class of its own, and of the client.
+
+def features(h):
+    """How many features a linear head of h numbers for ten classes has."""
+    return (h - 10) // 10
+
+
+# Scalars that a sampled client receives and sends, by the sizes of extractor r, head h and model p; or functions of the
+# client, and of whom the server has heard of in earlier rounds, each with a class of its own.
 PAYLOAD = {
     "local": lambda r, h, p: (0, 0),
     "fedavg": lambda r, h, p: (p, p),
@@ -28,12 +34,13 @@ PAYLOAD = {
     "fedprox": lambda r, h, p: (p, p),
     "pfedme": lambda r, h, p: (p, p),
     "ditto": lambda r, h, p: (p, p),
+    "fedphp": lambda r, h, p: (p, p),
     "fedfomo": lambda r, h, p: (4 * p, p + 4),  # M = 5, but there are 4 others; their 4 weights
     "apple": lambda r, h, p: (4 * p, p),  # the 4 others' cores
     "perfedavg": lambda r, h, p: (p, p),
     "fedmeta": lambda r, h, p: (p, p),
     "fedala": lambda r, h, p: (p, p),
-    "fedgh": lambda r, h, p: (h, 1 + (h - 10) // 10),  # each client here has one class: one label, one prototype
+    "fedgh": lambda r, h, p: (h, 1 + features(h)),  # each client here has one class: one label, one prototype
     "fd": lambda r, h, p: (lambda known, i: 11 * len(known - {i}), 11),  # ten probabilities and a label a class
     "fml": lambda r, h, p: (p, p),  # the meme, which is here of the clients' own architecture
     "fedproto": lambda r, h, p: (lambda known, i: h // 10 * len(known), h // 10),  # one label, one prototype a class
@@ -41,17 +48,27 @@ PAYLOAD = {
     "fedapa": lambda r, h, p: (r, r),
     "fedamp": lambda r, h, p: (p, p),
     "moon": lambda r, h, p: (p, p),
+    # A mean representation up in round 1, for which all join; their mean down in round 2.
+    "dbe": lambda r, h, p: (
+        lambda known, i: p + bool(known) * features(h),
+        lambda known, i: p if known else features(h),
+    ),
 }
 
 # Settings with which nothing changes where clients do not train.
 STILL = {"fedgh": {"header_lr": 0.0}, "pfedme": {"inner_lr": 0.0}, "apple": {"lr_p": 0.0}}
-STILL |= {"fedmeta": {"server_lr": 0.0}}
+STILL |= {"fedmeta": {"server_lr": 0.0}, "dbe": {"kappa": 0.0}}
 
 # The share of its samples that a client trains on, where it is not all.
 TRAINS_ON = {"fedfomo": 0.8}
 
 # Methods whose clients take gradients over all of their data: what a batch is does not matter.
 WHOLE = {"fedmeta"}
+
+
+def all_join(name, t):
+    """Whether all clients join round t, whatever the join ratio."""
+    return name == "local" or (name, t) == ("dbe", 1)
 
 
 def everything(state):
@@ -64,9 +81,13 @@ def personal(held):
 
 
 def learned(state):
-    """Everything but a server's count of rounds, and but Rows, which are what clients sent it."""
+    """Everything but counts of rounds, and but Rows, which are what clients sent the server."""
     server = () if isinstance(state.server, Rows) else state.server
-    return {k: v for k, v in server.items() if k != "round"} if isinstance(server, dict) else server, state.kept
+    parts = server, state.kept
+    return tuple(
+        {k: v for k, v in part.items() if k not in ("round", "joined")} if isinstance(part, dict) else part
+        for part in parts
+    )
 
 
 def wipe(tree):
@@ -108,7 +129,7 @@ def test_two_rounds_finite_and_scored(name, model, digits):
     assert closing["before"] == pytest.approx(np.mean(last["before"]))
     assert closing["before_pooled"] == pytest.approx(float(torch.cat(right).double().mean()))
     joined = history.clients[history.clients["joined"]]
-    assert len(joined) == 2 * (6 if name == "local" else 3)
+    assert len(joined) == sum(6 if all_join(name, t) else 3 for t in (1, 2))
     assert joined[["before", "after", "before_loss", "after_loss", "flops"]].notna().all(axis=None)
     assert (joined["flops"] > 0).all()
     assert history.product in ("before", "after")
@@ -163,9 +184,9 @@ def test_one_client_alone_in_the_world(name, by_hand, linear):
 def test_all_is_extractor_or_all_is_head(name, head_layers, digits):
     """Two rounds, or one line that says which head the method needs, before any training."""
     fed = digits(head_layers=head_layers)
-    refuses = {"fedgh": (0, 2), "fedproto": (0, 2), "fedapa": (2,)}
+    refuses = {"fedgh": (0, 2), "fedproto": (0, 2), "fedapa": (2,), "dbe": (0, 2)}
     if head_layers in refuses.get(name, ()):
-        with pytest.raises(ValueError, match=r"^model='mlp': Fed(GH|Proto|APA) "):
+        with pytest.raises(ValueError, match=r"^model='mlp': (Fed(GH|Proto|APA)|DBE) "):
             experiment.run(make(name), fed, 2)
         return
     state = experiment.run(make(name), fed, 2).state
@@ -233,7 +254,9 @@ def test_nothing_that_passed_is_aliased(name, digits):
 
 def test_scoring_changes_nothing_and_repeats(name, digits, play):
     fed, method = digits(join_ratio=0.5), make(name)
-    state, _ = play(fed, method, 2)
+    state = fed.start(method)
+    for _ in range(2):
+        fed.play(method, state, 3)
     before = trees.clone(everything(state))
     first, second = (fed.deployed(method, state, 3) for _ in range(2))
     assert trees.unequal(first, second) == 0
@@ -305,12 +328,12 @@ def test_global_random_states_are_left_alone(name, digits, play):
 
 
 def test_every_method_sees_the_same_clients(name, digits):
-    """Local lets everyone train, but the draw is the same."""
+    """Local lets everyone train, and so does DBE's first round, but the draw is the same."""
     fed = digits(join_ratio=0.5, seed=3)
     state = fed.start(make(name))
     for t in (1, 2, 3):
         ids = fed.play(make(name), state, 3).ids.tolist()
-        assert ids == (list(range(6)) if name == "local" else fed.sample(t).tolist())
+        assert ids == (list(range(6)) if all_join(name, t) else fed.sample(t).tolist())
 
 
 # --- the ledger ------------------------------------------------------------------------------------------------------
@@ -328,16 +351,15 @@ def test_bytes_are_the_papers(name, model, shape, r, h, by_hand):
     down, up = PAYLOAD[name](r, h, r + h)
     history = experiment.run(make(name), fed, 2)
     joined = history.clients[history.clients["joined"]]
-    assert len(joined) == 2 * (5 if name == "local" else 2)
-    expected, known = [], set()
-    for _, ids in joined.groupby("round")["client"]:
-        expected += [4 * (down(known, i) if callable(down) else down) for i in ids]
-        known |= set(ids)
-    assert joined["bytes_down"].tolist() == expected
-    assert set(joined["bytes_up"]) == {4 * up}
+    assert len(joined) == sum(5 if all_join(name, t) else 2 for t in (1, 2))
+    for way, scalars in (("bytes_down", down), ("bytes_up", up)):
+        expected, known = [], set()
+        for _, ids in joined.groupby("round")["client"]:
+            expected += [4 * (scalars(known, i) if callable(scalars) else scalars) for i in ids]
+            known |= set(ids)
+        assert joined[way].tolist() == expected
+        assert history.summary()[way] == sum(expected)
     assert history.clients[~history.clients["joined"]][["bytes_up", "bytes_down"]].sum().sum() == 0
-    assert history.summary()["bytes_up"] == 4 * up * len(joined)
-    assert history.summary()["bytes_down"] == sum(expected)
 
 
 # --- settings and documentation --------------------------------------------------------------------------------------
