@@ -24,14 +24,17 @@ Evaluated: v_i `before` steps 2 and 3, as it was kept, and `after` them, the met
            model: w^t before, θ_i after.
 
 Where released code differs, and what we do:
-  - The authors' scripts try "kd" with λ = 0.1 and 0.05, and "mmd" with 0.1 and 0.05. Our default is "mmd" with 0.1,
-    which both of its scripts have. T = 4, for the teacher alone, μ_max = 0.9 and five kernels are written in the code.
-  - It rounds the expected rounds c T_all down; here they are not rounded, and c is the share that really joins: of 20
-    clients at join ratio 0.01 it is one in 20. In both they are at least 1.
+  - The authors' scripts try "kd" and "mmd" with λ = 0.1 and 0.05; "mmd" with 0.1, our default, is in all. T = 4, of
+    the teacher alone, μ_max = 0.9 and the five kernels of MMD are written in their code.
+  - It rounds the expected rounds c T_all down, to 1 at least. Here they are not rounded, and c is the share that really
+    joins: of 20 clients at join ratio 0.01 it is one in 20.
   - It trains at least five batches, and bounds each gradient by 100. Here E epochs, and `Training.clip` if set.
   - Its "mmd" needs batches of one size. Here the two may differ; the bandwidth, as there, has no gradient.
+  - In its batches of one sample the bandwidth is the squared distance d² of z and z_v itself: R is a constant, and its
+    gradient, for which the bandwidth is held fixed, 4.8/d, up to where clipping cuts it. Here R = 0 in such a batch.
   - It casts averaged batch-norm counters back to integers, towards 0. Here they are rounded.
-  - It scores v_i, and so do we; that of clients which join only. There are an ensemble of v_i and θ_i, not called.
+  - It scores v_i, and so do we, but of clients that join only. Probabilities averaged over v_i and θ_i are in its file
+    too, and not used.
   - TsingZ0/PFLlib d832e76 (2025-11-29; its clientphp.py as in 487a29e) keeps no moving average: its teacher is the
     global model just received, and its training starts from a mix of that and the client's last model,
     (1 − μ) w^t + μ θ_i, with μ growing by the rounds that passed, whether or not the client joined them.
@@ -61,7 +64,7 @@ def bandwidths(d2):
     tensor([ 0.7500,  1.5000,  3.0000,  6.0000, 12.0000])
     """
     m = len(d2)
-    return (d2.sum() / (m * m - m) + 1e-8) * d2.new_tensor([0.25, 0.5, 1, 2, 4])
+    return (d2.sum() / (m * m - m) + 1e-8) * 2.0 ** torch.arange(-2, 3, dtype=d2.dtype, device=d2.device)
 
 
 def mmd(x, y, widths=None):
@@ -91,10 +94,13 @@ def soft_cross_entropy(teacher, student, temperature):
 
 
 def mmd_loss(model, params, batch, hpm, lam, temperature):
-    """(1 − λ) ℓ + λ MMD² of ONE client, and this to be watched; hpm stands still. The temperature is not used."""
+    """(1 − λ) ℓ + λ MMD² of ONE client, and this to be watched; hpm stands still. The temperature is not used.
+
+    Of one sample MMD² is 0 here: the bandwidth would be its own distance d², and the gradient grow with 1/d.
+    """
     (r, h), (x, y) = params, batch
     z = model.extract(r, x)
-    R = mmd(z, model.extract(hpm[0], x))
+    R = mmd(z, model.extract(hpm[0], x)) if len(x) > 1 else 0.0 * z.sum()
     return (1 - lam) * cross_entropy(model.classify(h, z), y) + lam * R, {"transfer": R}
 
 
@@ -107,12 +113,12 @@ def kd_loss(model, params, batch, hpm, lam, temperature):
 
 
 def momentum(joined, expected, most=0.9):
-    """μ = min(μ_max c / max(c T_all, 1), μ_max): joined [C], an expected number of rounds, μ_max -> float64 [C].
+    """min(μ_max c_i / (c T_all), μ_max): rounds joined [C], the expected number of them, μ_max -> μ, float64 [C].
 
     >>> momentum(torch.tensor([0, 50, 100, 200]), expected=100.0).tolist()
     [0.0, 0.45, 0.9, 0.9]
     """
-    return (most * joined.double() / max(expected, 1.0)).clamp(max=most)
+    return (most * joined.double() / expected).clamp(max=most)
 
 
 def inherited(hpm, model, mu):

@@ -115,6 +115,18 @@ def test_bandwidths_have_no_gradient():
     assert x.grad.item() == pytest.approx((4 * -1.5 / b * np.exp(-2.25 / b)).sum(), rel=1e-7)
 
 
+@pytest.mark.parametrize("d", [1e-2, 1e-4, 1e-8])
+def test_a_single_sample_is_not_torn(by_hand, scalar_net, d):
+    """Its MMD² would be 6.2 at the distances d from the teacher that are not tiny, with a gradient of 4.8 / d."""
+    fed = by_hand(scalar_net(1.0, 1.0, 2), [([[1.0]], [0])], rule={"lr": 1.0})
+    method, state = make("fedphp", lam=0.5), fed.start(make("fedphp"))
+    state.kept["hpm"][0]["weight"] += d
+    result = fed.play(method, state, 1)
+    gradient = 0.5 / (1 + np.exp(-1))  # of (1 − λ) log(1 + e^(h r)), in h and in r
+    assert state.server[0]["weight"].item() == pytest.approx(1 - gradient, abs=1e-14)
+    assert result.log()["train.transfer"].tolist() == [0]
+
+
 def test_temperature_is_the_teachers_alone():
     """Teacher 4 (ln 3, 0) at T = 4: p = (¾, ¼). Student (ln 3, 0): q = (¾, ¼): ¾ ln 4/3 + ¼ ln 4, its entropy."""
     teacher, student = torch.tensor([[4 * np.log(3), 0.0]]), torch.tensor([[np.log(3), 0.0]]).requires_grad_()
@@ -150,7 +162,9 @@ def train(peer, teacher, regulariser, lam, T, epochs):
         with torch.no_grad():
             of_teacher = teacher.r(x)
             p = (teacher.h(of_teacher) / T).softmax(1)
-        R = plain_mmd(z, of_teacher) if regulariser == "mmd" else cross_entropy(peer.h(z), p)
+        R = cross_entropy(peer.h(z), p)
+        if regulariser == "mmd":
+            R = plain_mmd(z, of_teacher) if len(y) > 1 else torch.zeros(())
         loss = (1 - lam) * cross_entropy(peer.h(z), y) + lam * R
         optimizer.zero_grad()
         loss.backward()
