@@ -302,7 +302,7 @@ def _step(d, moving, grads, velocity, pull, stacked=False):
             norm = torch.linalg.vector_norm(torch.stack([norms[k] for k in one]), dim=0)
             scale = rule.clip / norm.clamp(min=rule.clip)
             for k in one:
-                grads[k] = grads[k] * scale.view(*scale.shape, *[1] * (grads[k].ndim - scale.ndim))
+                grads[k] = grads[k] * scale.view(scale.shape + (1,) * (grads[k].ndim - scale.ndim))
     if rule.weight_decay:
         grads = [g.add(p, alpha=rule.weight_decay) for g, p in zip(grads, moving, strict=True)]
     if rule.momentum:

@@ -192,10 +192,15 @@ class Federation:
         found = [(g, np.flatnonzero(ids % len(self.groups) == g)) for g in range(len(self.groups))]
         return [(g, at, ids[at] // len(self.groups)) for g, at in found if len(at)]
 
+    @property
+    def joining(self):
+        """The least and the largest number of clients that join a round."""
+        return tuple(max(1, round(ratio * self.num_clients)) for ratio in self.join_ratio)
+
     def sample(self, t):
         """The ids of round `t`, sorted, drawn without replacement."""
         draw = rng(self.seed, "ids", t)
-        low, high = (max(1, round(ratio * self.num_clients)) for ratio in self.join_ratio)
+        low, high = self.joining
         return np.sort(draw.choice(self.num_clients, int(draw.integers(low, high + 1)), replace=False))
 
     def whole(self, parts):
@@ -224,7 +229,7 @@ class Federation:
             raise ValueError(f"ids={list(ids)}: must be clients of one model, at least one")
         group, data = self.groups[groups.pop()], [self.train[i] for i in ids]
         about = round, rounds, self.training, self.seed, group.engine, group.flop_cache, self.second
-        return Clients(group.model, data, ids, *about)
+        return Clients(group.model, data, ids, *about, join_ratio=sum(self.joining) / 2 / self.num_clients)
 
     def start(self, method):
         """The state before the first round. No two tensors of what clients keep share memory: `play` writes to it."""

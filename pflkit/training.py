@@ -118,20 +118,34 @@ class Clients:
     """The sampled clients as a method's `local` sees them: their own data, and nothing of the server or of others.
 
     ids [C] client numbers; n [C] numbers of training samples, class_counts [C, K]; round, rounds (counted from 1);
-    model. `sgd` and `steps` train; `mean`, `gradient` and `class_mean` are over local data; `through`, `part` and
-    `split` give the same clients with other inputs or fewer samples, and `beside` with a second model, which `second`
-    gives as Federation.second does. `log` collects mean losses [C] by phase.
+    join_ratio, the share of all clients that joins a round, on average; model. `sgd` and `steps` train; `mean`,
+    `gradient` and `class_mean` are over local data; `through`, `part` and `split` give the same clients with other
+    inputs or fewer samples, and `beside` with a second model, which `second` gives as Federation.second does. `log`
+    collects mean losses [C] by phase.
     """
 
-    def __init__(self, model, data, ids, round, rounds, training, seed, engine, flop_cache, second=None):
+    def __init__(
+        self, model, data, ids, round, rounds, training, seed, engine, flop_cache, second=None, join_ratio=1.0
+    ):
         self.model, self.data, self.ids, self.round, self.rounds = model, data, ids, round, rounds
         self.training, self.seed, self.engine, self._flop_cache = training, seed, engine, flop_cache
-        self.second = second
+        self.second, self.join_ratio = second, join_ratio
         self.n = np.array([len(y) for _, y in data])
         self.log, self._work = {}, []
 
     def sgd(
-        self, loss, params, *fixed, phase="train", log=None, pull=None, project=None, epochs=None, until=None, **rule
+        self,
+        loss,
+        params,
+        *fixed,
+        phase="train",
+        log=None,
+        pull=None,
+        project=None,
+        epochs=None,
+        until=None,
+        unmoved=(),
+        **rule,
     ):
         """Each client's SGD on its own data, from `params` [C, ...]; returns the trained tree, with memory of its own.
 
@@ -144,13 +158,19 @@ class Clients:
         function of a client's mean losses of its epochs so far; where it is true, the client's training ends. pull:
         (anchor [C, ...], mu) adds mu (params − anchor) to each gradient, as mu/2 ‖params − anchor‖² in the loss would
         (which is recorded without it). project: a function of one tensor, applied to each trained one after each step.
+        unmoved: where params is a tuple, positions of parts that are not trained. To their tensors the loss may write,
+        in place and detached, as batch-norm does to its statistics.
 
         Raises FloatingPointError, naming round, client and phase, where a loss or parameter is not finite.
         """
         rates = rule.pop("lr") if isinstance(rule.get("lr"), tuple) else None
         if until is not None and not callable(until):
             raise ValueError(f"until={until!r}: must be a function of a list of losses")
-        descent = self._descent(params, fixed, phase, epochs, rule, loss=loss, project=project, until=until)
+        parts = range(len(params)) if isinstance(params, tuple) else ()
+        if not isinstance(unmoved, tuple) or not set(unmoved) <= set(parts):
+            raise ValueError(f"unmoved={unmoved!r}: must be a tuple of positions of parts of a tuple of params")
+        more = {"loss": loss, "project": project, "until": until}
+        descent = self._descent(params, fixed, phase, epochs, rule, unmoved, **more)
         if rates is not None:
             descent.rates = self._check_rates(descent, rates)
         if pull is not None:
@@ -173,7 +193,7 @@ class Clients:
         descent = self._descent(state, fixed, phase, epochs, rule, loss=None, step=step, draws=draws)
         return self._run(descent, phase, phase)
 
-    def _descent(self, params, fixed, phase, epochs, rule, **more):
+    def _descent(self, params, fixed, phase, epochs, rule, unmoved=(), **more):
         """A Descent of these clients, its values checked."""
         rule = replace(self.training, **rule)
         epochs = epochs if isinstance(epochs, list) else [rule.epochs if epochs is None else epochs] * len(self.n)
@@ -186,6 +206,8 @@ class Clients:
             self._check_rows("fixed", f if not isinstance(f, numbers.Real) else ())
         named = trees.named_leaves(params)
         moves = trained(self.model, params)
+        for k, (name, _) in enumerate(named if unmoved else ()):
+            moves[k] &= int(name.partition("/")[0]) not in unmoved
         # One sample has no variance for batch-norm to divide by.
         skip_singles = self.model.batch_norm and any(self.model.is_buffer(name) for name, _ in named)
         order = functools.partial(self._order, phase)

@@ -109,6 +109,16 @@ def test_a_range_draws_every_count_in_it_and_no_other():
     assert {len(federation(20, join_ratio=(0.001, 0.05)).sample(t)) for t in range(1, 20)} == {1}
 
 
+@pytest.mark.parametrize(
+    ("ratio", "clients", "share"),
+    [(0.5, 4, 0.5), (1, 7, 1), (0.01, 20, 0.05), (0.5, 5, 0.4), ((0.2, 0.7), 10, 0.45), ((0.01, 0.2), 10, 0.15)],
+)
+def test_clients_know_the_share_that_joins_on_average(ratio, clients, share):
+    fed = federation(clients, join_ratio=ratio)
+    assert fed.clients([0], 1, 1).join_ratio == pytest.approx(share, abs=1e-15)
+    assert np.mean([len(fed.sample(t)) for t in range(1, 2001)]) / clients == pytest.approx(share, rel=0.05)
+
+
 # --- what does not fit -----------------------------------------------------------------------------------------------
 
 

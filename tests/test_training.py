@@ -821,6 +821,35 @@ def test_until_is_not_asked_about_epochs_without_a_step(engine):
     clients.sgd(model_loss, start(model, 2), until=never, epochs=3)
 
 
+# Parts that are not trained
+
+
+def remembered(model, params, batch):
+    """A loss that writes the sum of all w so far to a part that is not trained, and learns of a third part."""
+    w, third, memory = (part["w"] for part in params)
+    memory.copy_((memory + w).detach())
+    return (w - 4) ** 2 / 2 + (w - third) ** 2 / 2 + 0 * memory.clone()
+
+
+@ENGINES
+@pytest.mark.parametrize("rule", [{}, {"weight_decay": 0.5, "clip": 1e9}], ids=["plain", "decay"])
+def test_unmoved_parts_stand_still_but_for_what_the_loss_writes(engine, rule):
+    """From w = 0: w <- w − ¼ (w − 4 + w + decay w), third 0; the memory is the sum of the w before each step."""
+    sizes, decay = (1, 7, 10), rule.get("weight_decay", 0)
+    clients = sampled(make_model("mlp"), sizes, engine=engine, lr=0.25, batch_size=4, epochs=2, **rule)
+    start = numbers(0, 3), numbers(0, 3), numbers(100, 3)
+    w, third, memory = (part["w"].tolist() for part in clients.sgd(remembered, start, unmoved=(1, 2)))
+    for i, steps in enumerate((2, 4, 6)):
+        own, total = 0.0, 100.0
+        for _ in range(steps):
+            own, total = own - (2 * own - 4 + decay * own) / 4, total + own
+        assert (w[i], memory[i]) == pytest.approx((own, total), abs=1e-12)
+    assert third == [0] * 3
+    assert [part["w"].tolist() for part in start] == [[0] * 3, [0] * 3, [100] * 3]
+    third = clients.sgd(remembered, start, unmoved=(2,))[1]["w"]
+    assert (third > 0.1).all()
+
+
 # Numbers that stand still
 
 
@@ -1103,6 +1132,9 @@ def test_an_anchor_belongs_by_name(engine):
         (lambda c, m, p: c.sgd(model_loss, p, pull=(p, float("nan"))), r"^mu=nan"),
         (lambda c, m, p: c.sgd(model_loss, p, pull=(p, -1.0)), r"^mu=-1.0"),
         (lambda c, m, p: c.sgd(model_loss, p, until=3), r"^until=3: must be a function"),
+        (lambda c, m, p: c.sgd(model_loss, p, unmoved=(2,)), r"^unmoved=\(2,\): must be a tuple of positions"),
+        (lambda c, m, p: c.sgd(model_loss, p, unmoved=1), r"^unmoved=1: must be a tuple of positions"),
+        (lambda c, m, p: c.sgd(model_loss, p[0], unmoved=(0,)), r"^unmoved=\(0,\): must be a tuple of positions"),
         (lambda c, m, p: c.through(m.init()[0]), r"^params, .*must be \[5, \.\.\.\]"),
     ],
 )

@@ -23,9 +23,10 @@ and only where a paper needs them
     heterogeneous        True: clients may have different models; `client`, `local`, `deploy` are then called once for
                          each, and all uploads have one structure
 
-What `clients` offers to `local` and `deploy` (see pflkit.training.Clients): ids, n, class_counts, round, rounds, model;
-sgd, and steps of other kinds (with descent.slope); mean, gradient and class_mean of local data; through, part, split;
-beside, for a second model that all clients share, which fed.second(name), group.second and clients.second give.
+What `clients` offers to `local` and `deploy` (see pflkit.training.Clients): ids, n, class_counts, round, rounds,
+join_ratio, model; sgd, and steps of other kinds (with descent.slope); mean, gradient and class_mean of local data;
+through, part, split; beside, for a second model that all clients share, which fed.second(name), group.second and
+clients.second give.
 """
 
 import dataclasses
@@ -35,6 +36,7 @@ import typing
 
 from pflkit.checks import choice
 from pflkit.methods.apple import APPLE
+from pflkit.methods.dbe import DBE
 from pflkit.methods.ditto import Ditto
 from pflkit.methods.fd import FD
 from pflkit.methods.fedah import FedAH
@@ -49,6 +51,7 @@ from pflkit.methods.fedkd import FedKD
 from pflkit.methods.fedmeta import FedMeta
 from pflkit.methods.fedpac import FedPAC
 from pflkit.methods.fedper import FedPer
+from pflkit.methods.fedphp import FedPHP
 from pflkit.methods.fedproto import FedProto
 from pflkit.methods.fedprox import FedProx
 from pflkit.methods.fedrep import FedRep
@@ -69,6 +72,7 @@ METHODS = {
     "fedmeta": FedMeta,
     "pfedme": PFedMe,
     "ditto": Ditto,
+    "fedphp": FedPHP,
     "fedamp": FedAMP,
     "fedfomo": FedFomo,
     "apple": APPLE,
@@ -84,6 +88,7 @@ METHODS = {
     "fedkd": FedKD,
     "fedapa": FedAPA,
     "fedpac": FedPAC,
+    "dbe": DBE,
 }
 
 

@@ -16,8 +16,14 @@ from pflkit.training import Training
 
 pytestmark = pytest.mark.parametrize("name", METHODS)
 
-# Scalars that a sampled client receives and sends, by the sizes of extractor r, head h and model p. Where the server
-# sends what it knows, the first is a function of whom it has heard of, each with a class of its own, and of the client.
+
+def features(h):
+    """How many features a linear head of h numbers for ten classes has."""
+    return (h - 10) // 10
+
+
+# Scalars that a sampled client receives and sends, by the sizes of extractor r, head h and model p; or functions of the
+# client, and of whom the server has heard of in earlier rounds, each with a class of its own.
 PAYLOAD = {
     "local": lambda r, h, p: (0, 0),
     "fedavg": lambda r, h, p: (p, p),
@@ -28,12 +34,13 @@ PAYLOAD = {
     "fedprox": lambda r, h, p: (p, p),
     "pfedme": lambda r, h, p: (p, p),
     "ditto": lambda r, h, p: (p, p),
+    "fedphp": lambda r, h, p: (p, p),
     "fedfomo": lambda r, h, p: (4 * p, p + 4),  # M = 5, but there are 4 others; their 4 weights
     "apple": lambda r, h, p: (4 * p, p),  # the 4 others' cores
     "perfedavg": lambda r, h, p: (p, p),
     "fedmeta": lambda r, h, p: (p, p),
     "fedala": lambda r, h, p: (p, p),
-    "fedgh": lambda r, h, p: (h, 1 + (h - 10) // 10),  # each client here has one class: one label, one prototype
+    "fedgh": lambda r, h, p: (h, 1 + features(h)),  # each client here has one class: one label, one prototype
     "fd": lambda r, h, p: (lambda known, i: 11 * len(known - {i}), 11),  # ten probabilities and a label a class
     "fml": lambda r, h, p: (p, p),  # the meme, which is here of the clients' own architecture
     "fedproto": lambda r, h, p: (lambda known, i: h // 10 * len(known), h // 10),  # one label, one prototype a class
@@ -45,12 +52,17 @@ PAYLOAD = {
     "moon": lambda r, h, p: (p, p),
     # Nobody trains here: of an update 0 only biases travel, and here matrices are never of one column.
     "fedkd": lambda r, h, p: (BIASES[p], BIASES[p]),
+    # A mean representation up in round 1, for which all join; their mean down in round 2.
+    "dbe": lambda r, h, p: (
+        lambda known, i: p + bool(known) * features(h),
+        lambda known, i: p if known else features(h),
+    ),
 }
 BIASES = {582_026: 32 + 64 + 512 + 10, 4_810: 64 + 10}
 
 # Settings with which nothing changes where clients do not train.
 STILL = {"fedgh": {"header_lr": 0.0}, "pfedme": {"inner_lr": 0.0}, "apple": {"lr_p": 0.0}}
-STILL |= {"fedmeta": {"server_lr": 0.0}, "fedpac": {"head_lr": 0.0}}
+STILL |= {"fedmeta": {"server_lr": 0.0}, "fedpac": {"head_lr": 0.0}, "dbe": {"kappa": 0.0}}
 
 # The share of its samples that a client trains on, where it is not all.
 TRAINS_ON = {"fedfomo": 0.8}
@@ -62,6 +74,11 @@ FOLLOW = {"fedkd"}
 WHOLE = {"fedmeta"}
 
 
+def all_join(name, t):
+    """Whether all clients join round t, whatever the join ratio."""
+    return name == "local" or (name, t) == ("dbe", 1)
+
+
 def everything(state):
     return state.server, state.kept
 
@@ -71,14 +88,18 @@ def personal(held):
     return held["personal"] if isinstance(held, dict) else held
 
 
+OF_ROUNDS = ("round", "joined", "energy")  # what is known of rounds: their count, who joined, a schedule's value
+
+
 def learned(state):
-    """Everything but what a server knows of rounds (their count, who joined the last one, a schedule's value), and but
-    Rows, which are what clients sent it.
-    """
-    server, of_rounds = {} if isinstance(state.server, Rows) else state.server, {"round", "joined", "energy"}
-    if isinstance(server, dict):
-        server = {k: v for k, v in server.items() if k not in of_rounds and not isinstance(v, Rows)}
-    return server, state.kept
+    """Everything but OF_ROUNDS, and but Rows, which are what clients sent the server."""
+
+    def some(part):
+        if not isinstance(part, dict):
+            return part
+        return {k: v for k, v in part.items() if k not in OF_ROUNDS and not isinstance(v, Rows)}
+
+    return some(() if isinstance(state.server, Rows) else state.server), some(state.kept)
 
 
 def wipe(tree):
@@ -120,7 +141,7 @@ def test_two_rounds_finite_and_scored(name, model, digits):
     assert closing["before"] == pytest.approx(np.mean(last["before"]))
     assert closing["before_pooled"] == pytest.approx(float(torch.cat(right).double().mean()))
     joined = history.clients[history.clients["joined"]]
-    assert len(joined) == 2 * (6 if name == "local" else 3)
+    assert len(joined) == sum(6 if all_join(name, t) else 3 for t in (1, 2))
     assert joined[["before", "after", "before_loss", "after_loss", "flops"]].notna().all(axis=None)
     assert (joined["flops"] > 0).all()
     assert history.product in ("before", "after")
@@ -175,9 +196,9 @@ def test_one_client_alone_in_the_world(name, by_hand, linear):
 def test_all_is_extractor_or_all_is_head(name, head_layers, digits):
     """Two rounds, or one line that says which head the method needs, before any training."""
     fed = digits(head_layers=head_layers)
-    refuses = {"fedgh": (0, 2), "fedproto": (0, 2), "fedapa": (2,)}
+    refuses = {"fedgh": (0, 2), "fedproto": (0, 2), "fedapa": (2,), "dbe": (0, 2)}
     if head_layers in refuses.get(name, ()):
-        with pytest.raises(ValueError, match=r"^model='mlp': Fed(GH|Proto|APA) "):
+        with pytest.raises(ValueError, match=r"^model='mlp': (Fed(GH|Proto|APA)|DBE) "):
             experiment.run(make(name), fed, 2)
         return
     state = experiment.run(make(name), fed, 2).state
@@ -319,12 +340,12 @@ def test_global_random_states_are_left_alone(name, digits, play):
 
 
 def test_every_method_sees_the_same_clients(name, digits):
-    """Local lets everyone train, but the draw is the same."""
+    """Local lets everyone train, and so does DBE's first round, but the draw is the same."""
     fed = digits(join_ratio=0.5, seed=3)
     state = fed.start(make(name))
     for t in (1, 2, 3):
         ids = fed.play(make(name), state, 3).ids.tolist()
-        assert ids == (list(range(6)) if name == "local" else fed.sample(t).tolist())
+        assert ids == (list(range(6)) if all_join(name, t) else fed.sample(t).tolist())
 
 
 # --- the ledger ------------------------------------------------------------------------------------------------------
@@ -343,16 +364,15 @@ def test_bytes_are_the_papers(name, model, shape, r, h, by_hand):
     down, up = PAYLOAD[name](r, h, r + h)
     history = experiment.run(make(name), fed, 2)
     joined = history.clients[history.clients["joined"]]
-    assert len(joined) == 2 * (5 if name == "local" else 5 * ratio)
-    expected, known = [], set()
-    for _, ids in joined.groupby("round")["client"]:
-        expected += [4 * (down(known, i) if callable(down) else down) for i in ids]
-        known |= set(ids)
-    assert joined["bytes_down"].tolist() == expected
-    assert set(joined["bytes_up"]) == {4 * up}
+    assert len(joined) == sum(5 if all_join(name, t) else 5 * ratio for t in (1, 2))
+    for way, scalars in (("bytes_down", down), ("bytes_up", up)):
+        expected, known = [], set()
+        for _, ids in joined.groupby("round")["client"]:
+            expected += [4 * (scalars(known, i) if callable(scalars) else scalars) for i in ids]
+            known |= set(ids)
+        assert joined[way].tolist() == expected
+        assert history.summary()[way] == sum(expected)
     assert history.clients[~history.clients["joined"]][["bytes_up", "bytes_down"]].sum().sum() == 0
-    assert history.summary()["bytes_up"] == 4 * up * len(joined)
-    assert history.summary()["bytes_down"] == sum(expected)
 
 
 # --- settings and documentation --------------------------------------------------------------------------------------
