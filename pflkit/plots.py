@@ -11,6 +11,7 @@ from pathlib import Path
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import seaborn as sns
 from matplotlib.ticker import MaxNLocator
 
@@ -135,6 +136,77 @@ def against_bytes(runs, point=None, ax=None):
         ax.xaxis.set_major_formatter("{x:g}")
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return ax.figure
+
+
+def families(runs, groups, point=None):
+    """Accuracy by rounds of training, a panel for each of `groups`, {its title: methods}: their means over seeds, in
+    front of everybody's. `runs` and `point` as in `curves`; methods without runs are left out.
+    """
+    stats = 100 * tables.curves(runs, point).groupby(["method", "rounds"])["accuracy"].mean()
+    columns, rows = 3, -(-len(groups) // 3)
+    figure, axs = panels(rows, columns, 12, 3.2 * rows, sharex=True, sharey=True, squeeze=False)
+    with style():
+        for ax, (title, methods) in zip(axs.flat, groups.items(), strict=False):
+            for name in stats.index.unique("method"):
+                ax.plot(stats[name].index, stats[name], color="0.85", linewidth=0.8, zorder=1)
+            for k, name in enumerate([m for m in methods if m in runs]):
+                marks = {"marker": "osD^v"[k % 5], "markersize": 4, "markevery": max(1, len(stats[name]) // 6)}
+                ax.plot(stats[name].index, stats[name], color=COLOURS[k], linewidth=1.6, label=name, **marks)
+            ax.set_title(title, fontsize=10)
+            ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+            ax.legend(loc="lower right", fontsize=8)
+        for ax in axs.flat[len(groups) :]:
+            ax.set_axis_off()
+        for ax in axs[:, 0]:
+            ax.set_ylabel("accuracy (%)")
+        for ax in axs.flat[max(0, len(groups) - columns) : len(groups)]:
+            ax.set_xlabel("rounds of training")
+            ax.tick_params(labelbottom=True)
+    return figure
+
+
+def pareto(table, cost, gain, ax=None):
+    """`gain` against `cost`, columns of `table`, a dot for each row; those on the Pareto front (`tables.front`) stand
+    out and are joined by steps. A cost of 0 stands at the left end of the logarithmic axis.
+    """
+    on = tables.front(table, cost, gain)
+    positive = table[cost][table[cost] > 0]
+    x = table[cost].where(table[cost] > 0, positive.min() / 3)
+    with axes(ax) as ax:
+        ax.scatter(x[~on], table[gain][~on], s=22, color="0.6", linewidths=0, label="beaten by another in both")
+        best = pd.DataFrame({"x": x[on], "y": table[gain][on]}).sort_values(["x", "y"])
+        ax.step(best["x"], best["y"], where="post", color=COLOURS[0], linewidth=1)
+        ax.scatter(best["x"], best["y"], s=40, color=COLOURS[0], linewidths=0, zorder=3, label="on the front")
+        for name, at in best.iterrows():
+            ax.annotate(name, at, (4, 5), textcoords="offset points", fontsize=9)
+        for name in table.index[~on]:
+            ax.annotate(
+                name, (x[name], table[gain][name]), (3, -8), textcoords="offset points", fontsize=6, color="0.45"
+            )
+        ax.set(xscale="log", xlabel=cost, ylabel=gain)
+        ax.legend(loc="lower right", fontsize=8)
+    return ax.figure
+
+
+def overview(table, titles):
+    """A row for each row of `table`, in its order, and a panel for each of `titles`, {column: (its title, "linear" or
+    "log")}: a dot at its value. Zeros on a logarithmic axis stand at its left end, hollow.
+    """
+    figure, axs = panels(1, len(titles), 11, 0.8 + 0.26 * len(table), sharey=True, squeeze=False)
+    with style():
+        for ax, (column, (title, scale)) in zip(axs.flat, titles.items(), strict=True):
+            values, places = table[column].to_numpy(dtype=float), np.arange(len(table))
+            none = (values <= 0) & (scale == "log")
+            ax.set_xscale(scale)
+            ax.hlines(places, 0 if scale == "linear" else values[~none].min() / 3, values, color="0.85", zorder=1)
+            ax.scatter(values[~none], places[~none], s=26, color=COLOURS[0], zorder=2)
+            ax.scatter(
+                np.full(none.sum(), values[~none].min() / 3), places[none], s=26, facecolor="w", edgecolor=COLOURS[0]
+            )
+            ax.set_title(title, fontsize=9)
+            ax.set_ylim(len(table) - 0.5, -0.5)
+            ax.set_yticks(places, table.index)
+    return figure
 
 
 def per_client(runs, ax=None):

@@ -85,6 +85,33 @@ def to_targets(runs, targets, point=None):
     return pd.DataFrame(rows).T.rename_axis("method")
 
 
+def overview(runs):
+    """A row per method, numbers, means over seeds: accuracy (%), at the method's own point, and its standard deviation
+    "±"; before, after (%); MB of all clients both ways, GFLOP and seconds of all training, a round.
+    """
+    rows = {}
+    for name, histories in lists(runs).items():
+        seeds, cost = pd.DataFrame([h.summary() for h in histories]), [costs.per_round(h) for h in histories]
+        rounds = [h.rounds.dropna(subset="joined") for h in histories]
+        sent = [r[["bytes_down", "bytes_up"]].to_numpy().sum() / len(r) / 1e6 for r in rounds]
+        rows[name] = {f"{point} (%)": 100 * seeds[point].mean() for point in ("accuracy", "before", "after")}
+        rows[name] |= {"±": 100 * seeds["accuracy"].std(ddof=1), "MB": np.mean(sent)}
+        rows[name] |= {"GFLOP": np.mean([c["FLOPs"] for c in cost]) / 1e9, "s": np.mean([c["seconds"] for c in cost])}
+    columns = ["accuracy (%)", "±", "before (%)", "after (%)", "MB", "GFLOP", "s"]
+    return pd.DataFrame(rows).T.rename_axis("method")[columns]
+
+
+def front(table, cost, gain):
+    """Which rows of `table` are on the Pareto front: no other is as cheap and better, or as good and cheaper; bools.
+
+    >>> front(pd.DataFrame({"MB": [1, 2, 3, 3], "%": [50, 70, 60, 90]}), "MB", "%").tolist()
+    [True, True, False, True]
+    """
+    x, y = (table[column].to_numpy() for column in (cost, gain))
+    beaten = [((x <= a) & (y >= b) & ((x < a) | (y > b))).any() for a, b in zip(x, y, strict=True)]
+    return pd.Series(~np.array(beaten, dtype=bool), table.index)
+
+
 def by_value(sets, what, point="accuracy"):
     """Accuracies behind `plots.lines`: method, `what`, seed (0, 1, ...) and "accuracy (%)", a run's number `point`, of
     sets {value of `what`: {method: a History, or a list of them}}.

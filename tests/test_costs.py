@@ -90,6 +90,14 @@ def test_rounds_and_kilobytes_to_targets():
     assert table.loc["both"].equals(table.loc["m"]) and table.index.name == "method"
 
 
+def test_an_overview_in_numbers():
+    other = history(before=[0.1] * 4, after=[0.5, 0.7, 0.8])
+    row = tables.overview({"m": [RISING, other]}).loc["m"]
+    assert row["accuracy (%)"] == pytest.approx(70) and row["±"] == pytest.approx(100 * np.std([0.6, 0.8], ddof=1))
+    assert row["before (%)"] == pytest.approx(20) and row["after (%)"] == pytest.approx(70)
+    assert row["MB"] == pytest.approx(800 / 1e6) and row["GFLOP"] == pytest.approx(1e-6) and row["s"] == 0.5
+
+
 def test_accuracies_behind_a_plot_by_a_value():
     table = tables.by_value({"0.5": {"m": RISING}, "2": {"m": [RISING, RISING]}}, "beta")
     assert list(table.columns) == ["method", "beta", "seed", "accuracy (%)"]

@@ -232,3 +232,50 @@ def test_curves_of_global_models():
         with pytest.raises(ValueError, match=r"^fedavg: point='before_global': must be one of 'before', 'after'$"):
             draw(runs, "before_global", ax=ax)
         assert not ax.has_data()
+
+
+# --- all methods -----------------------------------------------------------------------------------------------------
+
+
+TABLE = pd.DataFrame({"MB": [0.0, 2.0, 3.0, 3.0], "%": [50.0, 70.0, 60.0, 90.0]}, ["none", "some", "worse", "most"])
+
+
+def test_the_front_is_what_nothing_beats():
+    assert tables.front(TABLE, "MB", "%").tolist() == [True, True, False, True]
+    alike = pd.concat([TABLE, TABLE.rename(index=str.upper)])  # of equals none beats the other
+    assert tables.front(alike, "MB", "%").tolist() == [True, True, False, True] * 2
+
+
+def test_pareto_names_everyone_and_joins_the_front():
+    ax = plots.pareto(TABLE, "MB", "%").axes[0]
+    assert [text.get_text() for text in ax.texts] == ["none", "some", "most", "worse"]
+    (steps,) = ax.lines
+    assert steps.get_ydata().tolist() == [50, 70, 90] and steps.get_xdata().tolist() == pytest.approx([2 / 3, 2, 3])
+    assert (ax.get_xscale(), ax.get_xlabel(), ax.get_ylabel()) == ("log", "MB", "%")
+
+
+def test_an_overview_has_every_value_in_its_row_and_zeros_hollow_on_a_logarithm():
+    left, right = plots.overview(TABLE, {"%": ("accuracy", "linear"), "MB": ("sent", "log")}).axes
+    assert [label.get_text() for label in left.get_yticklabels()] == list(TABLE.index)
+    dots = left.collections[1].get_offsets().tolist()
+    assert dots == [[50, 0], [70, 1], [60, 2], [90, 3]]
+    _, full, hollow = right.collections
+    assert full.get_offsets().tolist() == [[2, 1], [3, 2], [3, 3]]
+    assert hollow.get_offsets().tolist() == [[pytest.approx(2 / 3), 0]]
+    assert hollow.get_facecolor()[0].tolist() == [1, 1, 1, 1]
+
+
+def run_of(values):
+    rounds = pd.DataFrame({"round": range(1, len(values) + 1), "joined": 2, "after": values})
+    return History({}, "after", rounds, pd.DataFrame(), pd.DataFrame(), None, None)
+
+
+def test_families_show_their_own_in_front_of_all():
+    runs = {"local": run_of([0.1, 0.2]), "fedper": [run_of([0.3, 0.5]), run_of([0.5, 0.5])]}
+    figure = plots.families(runs, {"alone": ("local", "ditto"), "parts": ("fedper",)})
+    alone, parts, *rest = figure.axes
+    assert alone.get_title() == "alone" and [t.get_text() for t in alone.get_legend().get_texts()] == ["local"]
+    (grey, also, own), (_, _, other) = alone.lines, parts.lines
+    assert own.get_ydata().tolist() == [10, 20] and other.get_ydata().tolist() == [40, 50]
+    assert [sorted(line.get_ydata().tolist()) for line in (also, grey)] == [[10, 20], [40, 50]]
+    assert not any(ax.axison for ax in rest) and alone.get_ylim() == parts.get_ylim()

@@ -92,6 +92,18 @@ METHODS = {
 }
 
 
+# What methods do about clients that differ, each where its main idea is. Ours, after the papers' introductions.
+FAMILIES = {
+    "baselines": ("local", "fedavg", "fedavg_ft"),
+    "training pulled towards something": ("fedprox", "moon", "pfedme", "ditto", "fedphp"),
+    "a start that adapts in few steps": ("perfedavg", "fedmeta"),
+    "models mixed for each client": ("fedamp", "fedfomo", "apple", "fedapa"),
+    "heads mixed for each client": ("fedala", "fedah", "fedpac"),
+    "a part of one's own": ("fedper", "fedrep", "lgfedavg", "dbe"),
+    "knowledge travels, not the model": ("fedgh", "fedproto", "fd", "fml", "fedkd"),
+}
+
+
 def make(name, **settings):
     """The method called `name` with `settings` of its own, e.g. make("fedah", weight_lr=1.0).
 

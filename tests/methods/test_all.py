@@ -11,7 +11,7 @@ from torch import nn
 from pflkit import data, experiment, models, partition, trees
 from pflkit.federation import Federation
 from pflkit.messages import Rows, received
-from pflkit.methods import METHODS, make
+from pflkit.methods import FAMILIES, METHODS, make
 from pflkit.training import Training
 
 pytestmark = pytest.mark.parametrize("name", METHODS)
@@ -376,6 +376,10 @@ def test_bytes_are_the_papers(name, model, shape, r, h, by_hand):
 
 
 # --- settings and documentation --------------------------------------------------------------------------------------
+
+
+def test_it_is_in_one_family(name):
+    assert sum(name in family for family in FAMILIES.values()) == 1
 
 
 def test_settings_are_checked_by_name(name):
