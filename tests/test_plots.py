@@ -274,7 +274,9 @@ def test_families_show_their_own_in_front_of_all():
     runs = {"local": run_of([0.1, 0.2]), "fedper": [run_of([0.3, 0.5]), run_of([0.5, 0.5])]}
     figure = plots.families(runs, {"alone": ("local", "ditto"), "parts": ("fedper",)})
     alone, parts, *rest = figure.axes
-    assert alone.get_title(loc="left") == "alone" and [t.get_text() for t in alone.get_legend().get_texts()] == ["local"]
+    assert alone.get_title(loc="left") == "alone" and [t.get_text() for t in alone.get_legend().get_texts()] == [
+        "local"
+    ]
     (grey, also, own), (_, _, other) = alone.lines, parts.lines
     for line, values in ((own, (10, 20)), (other, (40, 50)), (also, (10, 20)), (grey, (40, 50))):
         assert line.get_ydata() == pytest.approx(values)

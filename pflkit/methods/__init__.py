@@ -92,15 +92,48 @@ METHODS = {
 }
 
 
-# What methods do about clients that differ, each where its main idea is. Ours, after the papers' introductions.
+# What methods do about clients that differ: {family: {method: its main idea}}. Ours, after the papers' introductions.
 FAMILIES = {
-    "baselines": ("local", "fedavg", "fedavg_ft"),
-    "training pulled towards something": ("fedprox", "moon", "pfedme", "ditto", "fedphp"),
-    "a start that adapts in few steps": ("perfedavg", "fedmeta"),
-    "models mixed for each client": ("fedamp", "fedfomo", "apple", "fedapa"),
-    "heads mixed for each client": ("fedala", "fedah", "fedpac"),
-    "a part of one's own": ("fedper", "fedrep", "lgfedavg", "dbe"),
-    "knowledge travels, not the model": ("fedgh", "fedproto", "fd", "fml", "fedkd"),
+    "baselines": {
+        "local": "each alone",
+        "fedavg": "one model for all: the average",
+        "fedavg_ft": "the average, then tuned at home",
+    },
+    "training pulled towards something": {
+        "fedprox": "training is pulled towards the global model",
+        "moon": "features are pulled towards the global model's, away from one's own last",
+        "pfedme": "a personal model, held near the global one by a spring",
+        "ditto": "a personal model beside the global one, pulled towards it",
+        "fedphp": "one's past models' moving average teaches the new one",
+    },
+    "a start that adapts in few steps": {
+        "perfedavg": "trained to be a good start for one gradient step",
+        "fedmeta": "the same as meta-learning: support and query data; rates may be learned",
+    },
+    "models mixed for each client": {
+        "fedamp": "the server mixes, for each client, models like its own",
+        "fedfomo": "the client mixes others' models by how much each helps it",
+        "apple": "the client learns, by gradient, how much of whose model it wants",
+        "fedapa": "the server learns, by gradient, whose extractors to mix for whom",
+    },
+    "heads mixed for each client": {
+        "fedala": "own and global model, mixed element by element before training",
+        "fedah": "own and global head, mixed element by element by learned weights",
+        "fedpac": "heads mixed by a quadratic program of bias and variance",
+    },
+    "a part of one's own": {
+        "fedper": "own head, shared extractor",
+        "fedrep": "the same, trained in turns",
+        "lgfedavg": "own extractor, shared head",
+        "dbe": "an own bias of the features; their mean held to a global one",
+    },
+    "knowledge travels, not the model": {
+        "fedgh": "one header, trained on all clients' class means",
+        "fedproto": "features are pulled towards all clients' class means",
+        "fd": "predictions are pulled towards the others', class by class",
+        "fml": "own and shared small model teach each other",
+        "fedkd": "the same, weighted by how good both are, and compressed",
+    },
 }
 
 
