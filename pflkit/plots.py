@@ -32,8 +32,8 @@ STYLE = {
 # One colour and marker a method in every figure of the project, whoever else is in it.
 METHODS = (
     *("fedavg", "fedrep", "fedah", "fedgh", "fedper", "fedapa", "fedala", "local", "fedprox", "fedavg_ft"),
-    *("perfedavg", "fedmeta", "pfedme", "ditto", "fedfomo", "apple", "fedamp", "moon", "fedproto", "lgfedavg"),
-    *("fd", "fml", "fedkd", "fedphp", "pfedhn", "fedpac", "dbe"),
+    *("perfedavg", "fedmeta", "pfedme", "ditto", "fedfomo", "moon", "fedamp", "apple", "fedproto", "lgfedavg"),
+    *("fd", "fml", "fedkd", "pfedhn", "fedphp", "fedpac", "dbe"),  # in an order that gives a family different colours
 )
 
 
@@ -149,9 +149,9 @@ def families(runs, groups, point=None):
         for ax, (title, methods) in zip(axs.flat, groups.items(), strict=False):
             for name in stats.index.unique("method"):
                 ax.plot(stats[name].index, stats[name], color="0.85", linewidth=0.8, zorder=1)
-            for k, name in enumerate([m for m in methods if m in runs]):
-                marks = {"marker": "osD^v"[k % 5], "markersize": 4, "markevery": max(1, len(stats[name]) // 6)}
-                ax.plot(stats[name].index, stats[name], color=COLOURS[k], linewidth=1.6, label=name, **marks)
+            for name in [m for m in methods if m in runs]:
+                marks = {"markersize": 4, "markevery": max(1, len(stats[name]) // 6)}
+                ax.plot(stats[name].index, stats[name], linewidth=1.6, label=name, **marks, **look(name))
             ax.set_title(title, fontsize=10)
             ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
             ax.legend(loc="lower right", fontsize=8)

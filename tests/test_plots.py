@@ -12,6 +12,7 @@ import torch
 
 from pflkit import data, partition, plots, tables
 from pflkit.experiment import History
+from pflkit.methods import FAMILIES
 
 HAND = partition.custom([0, 0, 1, 1, 2, 2, 2, 0], train=[[0, 1], [4, 5]], test=[[2], [6, 3]])
 SETTINGS = [(10, 10), (20, 10), (100, 10), (20, 100), (100, 100)]
@@ -263,6 +264,11 @@ def test_an_overview_has_every_value_in_its_row_and_zeros_hollow_on_a_logarithm(
     assert full.get_offsets().tolist() == [[2, 1], [3, 2], [3, 3]]
     assert hollow.get_offsets().tolist() == [[pytest.approx(2 / 3), 0]]
     assert hollow.get_facecolor()[0].tolist() == [1, 1, 1, 1]
+
+
+def test_methods_of_a_family_have_different_colours():
+    for methods in FAMILIES.values():
+        assert len({plots.look(name)["color"] for name in methods}) == len(methods)
 
 
 def run_of(values):
