@@ -42,6 +42,8 @@ Where released code differs, and what we do:
     below 10⁻¹⁰ of the largest were raised to that.
   - It sends new extractors and prototypes to clients that are not sampled, too, but combines no head for them. Here
     they get nothing, and have no new head either, for the server has no statistics of theirs for this θ.
+  - Its prototypes are those of this round's clients alone, and where these lack a class it ends with an error. Here a
+    class that nobody has keeps its last prototype.
   - Its scoring leaves the network in evaluation mode, in which it then trains. Here what is trained is in training
     mode, what is frozen, and what gives statistics and prototypes, in evaluation mode.
   - TsingZ0/PFLlib d832e76 (2025-11-29) writes a client's new head over the one it uploaded, from which later clients'
