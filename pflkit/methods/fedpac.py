@@ -52,6 +52,7 @@ Where released code differs, and what we do:
     that keeps its own head by its number, not by its place. Here all is in the order of the clients' numbers.
   - It sets weights below 10⁻³ to 0 and does not divide by the sum of the rest; it averages prototypes without weights;
     and its heads have the extractor's rate. All as in the authors' code here.
+  - Its statistics and prototypes leave out each client's last short batch. Here they are of all samples.
   - It leaves features of a class without prototype where they are. Here μ_c holds them, as in the authors' code.
   - It scores all clients before training, our `before`. The authors' code scores before and after it.
   - KarhouTam/FL-bench 06e658b (2025-10-09) counts the head's epoch among the E, which leaves E − 1 to the extractor; it

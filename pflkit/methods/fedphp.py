@@ -29,7 +29,6 @@ Where released code differs, and what we do:
   - It rounds the expected rounds c T_all down, to 1 at least. Here they are not rounded, and c is the share that really
     joins: of 20 clients at join ratio 0.01 it is one in 20.
   - It trains at least five batches, and bounds each gradient by 100. Here E epochs, and `Training.clip` if set.
-  - Its "mmd" needs batches of one size. Here the two may differ; the bandwidth, as there, has no gradient.
   - In its batches of one sample the bandwidth is the squared distance d² of z and z_v itself: R is a constant, and its
     gradient, for which the bandwidth is held fixed, 4.8/d, up to where clipping cuts it. Here R = 0 in such a batch.
   - It casts averaged batch-norm counters back to integers, towards 0. Here they are rounded.
@@ -102,7 +101,7 @@ def mmd_loss(model, params, batch, hpm, lam, temperature):
     """
     (r, h), (x, y) = params, batch
     z = model.extract(r, x)
-    R = mmd(z, model.extract(hpm[0], x)) if len(x) > 1 else 0.0 * z.sum()
+    R = mmd(z, model.extract(hpm[0], x)) if len(x) > 1 else z.new_zeros(())
     return (1 - lam) * cross_entropy(model.classify(h, z), y) + lam * R, {"transfer": R}
 
 
