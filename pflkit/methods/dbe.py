@@ -41,7 +41,8 @@ Where released code differs, and what we do:
   - A client with less than a full batch has no representations from which to learn r, and ends the run; each epoch's
     last short batch is dropped. Here all samples are trained on, and counted in z̄_i.
   - Its flags are κ = 0, which is no MR, and μ = 0.1; its script for Fashion-MNIST has κ = 50 and μ = 1, as we do.
-    Values for other data are not known to us.
+    Values for other data are not known to us. Their r is 512; as MR divides by r, a model with r = 64 is pulled eight
+    times as hard by the same κ, and may need less.
   - p_i has an optimizer of its own, with the same rate. Here it is trained like θ and φ: with `Training`'s momentum,
     weight decay and clip, where those are set.
   - It scores every client by w^t and p_i at the beginning of the round, our `before`. So does TsingZ0/PFLlib d832e76

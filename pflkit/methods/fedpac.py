@@ -42,6 +42,8 @@ Where released code differs, and what we do:
     below 10⁻¹⁰ of the largest were raised to that.
   - It sends new extractors and prototypes to clients that are not sampled, too, but combines no head for them. Here
     they get nothing, and have no new head either, for the server has no statistics of theirs for this θ.
+  - Its prototypes are those of this round's clients alone, and where these lack a class it ends with an error. Here a
+    class that nobody has keeps its last prototype.
   - Its scoring leaves the network in evaluation mode, in which it then trains. Here what is trained is in training
     mode, what is frozen, and what gives statistics and prototypes, in evaluation mode.
   - TsingZ0/PFLlib d832e76 (2025-11-29) writes a client's new head over the one it uploaded, from which later clients'
@@ -50,6 +52,7 @@ Where released code differs, and what we do:
     that keeps its own head by its number, not by its place. Here all is in the order of the clients' numbers.
   - It sets weights below 10⁻³ to 0 and does not divide by the sum of the rest; it averages prototypes without weights;
     and its heads have the extractor's rate. All as in the authors' code here.
+  - Its statistics and prototypes leave out each client's last short batch. Here they are of all samples.
   - It leaves features of a class without prototype where they are. Here μ_c holds them, as in the authors' code.
   - It scores all clients before training, our `before`. The authors' code scores before and after it.
   - KarhouTam/FL-bench 06e658b (2025-10-09) counts the head's epoch among the E, which leaves E − 1 to the extractor; it

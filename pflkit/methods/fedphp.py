@@ -29,7 +29,6 @@ Where released code differs, and what we do:
   - It rounds the expected rounds c T_all down, to 1 at least. Here they are not rounded, and c is the share that really
     joins: of 20 clients at join ratio 0.01 it is one in 20.
   - It trains at least five batches, and bounds each gradient by 100. Here E epochs, and `Training.clip` if set.
-  - Its "mmd" needs batches of one size. Here the two may differ; the bandwidth, as there, has no gradient.
   - In its batches of one sample the bandwidth is the squared distance d² of z and z_v itself: R is a constant, and its
     gradient, for which the bandwidth is held fixed, 4.8/d, up to where clipping cuts it. Here R = 0 in such a batch.
   - It casts averaged batch-norm counters back to integers, towards 0. Here they are rounded.
@@ -70,7 +69,7 @@ def bandwidths(d2):
 def mmd(x, y, widths=None):
     """MMD² of the rows of x [B, ...] and y [C, ...]: the mean of k(x, x') + k(y, y') − 2 k(x, y), k = Σ_b exp(−d² / b).
 
-    widths: the b; None: `bandwidths` of all rows, which have no gradient. Takes memory for (B + C)² r numbers.
+    widths: the b; None: `bandwidths` of all rows, which have no gradient.
 
     >>> mmd(torch.tensor([[0.0]]), torch.tensor([[1.0]]), widths=[1.0])         # 2 (1 − e^(−1))
     tensor(1.2642)
@@ -78,7 +77,9 @@ def mmd(x, y, widths=None):
     tensor(6.1863)
     """
     rows, B = torch.cat([x.flatten(1), y.flatten(1)]), len(x)
-    d2 = (rows[:, None] - rows).square().sum(2)
+    rows = rows - rows.mean(0).detach()  # as far from each other as before, and squares as small as can be
+    squares = rows.square().sum(1)
+    d2 = (squares[:, None] + squares - 2 * rows @ rows.T).clamp(min=0)  # in memory for (B + C)² numbers, not times r
     k = sum(torch.exp(-d2 / b) for b in (bandwidths(d2.detach()) if widths is None else widths))
     return k[:B, :B].mean() + k[B:, B:].mean() - 2 * k[:B, B:].mean()
 
@@ -100,7 +101,7 @@ def mmd_loss(model, params, batch, hpm, lam, temperature):
     """
     (r, h), (x, y) = params, batch
     z = model.extract(r, x)
-    R = mmd(z, model.extract(hpm[0], x)) if len(x) > 1 else 0.0 * z.sum()
+    R = mmd(z, model.extract(hpm[0], x)) if len(x) > 1 else z.new_zeros(())
     return (1 - lam) * cross_entropy(model.classify(h, z), y) + lam * R, {"transfer": R}
 
 

@@ -115,6 +115,29 @@ def test_bandwidths_have_no_gradient():
     assert x.grad.item() == pytest.approx((4 * -1.5 / b * np.exp(-2.25 / b)).sum(), rel=1e-7)
 
 
+@pytest.mark.parametrize("apart", [1.0, 1e-3])
+def test_mmd_far_from_the_origin_in_float32(apart):
+    """‖z‖² = 5·10⁷ is known to 4 there, and distances all the same: they are of features around their mean."""
+    g = torch.Generator().manual_seed(0)
+    x = 1e3 + torch.randn(9, 50, generator=g)
+    y = x + apart * torch.randn(9, 50, generator=g)
+    slopes = []
+    for kind in (torch.float32, torch.float64):
+        z = x.to(kind, copy=True).requires_grad_()
+        fedphp.mmd(z, y.to(kind)).backward()
+        slopes.append(z.grad.double())
+    assert (slopes[0] - slopes[1]).abs().max() < 1e-3 * slopes[1].abs().max()
+
+
+def test_mmd_takes_no_memory_for_all_pairs_features():
+    """Of two batches of 50 samples with 300 features, 100² distances and 100 · 300 features: not 100² · 300."""
+    x, y = torch.randn(2, 50, 300, generator=torch.Generator().manual_seed(0))
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+        fedphp.mmd(x.requires_grad_(), y).backward()
+    assert max(sizes) == 100 * 300
+
+
 @pytest.mark.parametrize("d", [1e-2, 1e-4, 1e-8])
 def test_a_single_sample_is_not_torn(by_hand, scalar_net, d):
     """Its MMD² would be 6.2 at the distances d from the teacher that are not tiny, with a gradient of 4.8 / d."""
