@@ -44,7 +44,7 @@ sizes of H and the rates:
     not at first the model that other methods start from (ours).
 
 H is large: a hundred times the model. For the 582,026 parameters of the 4-layer CNN it has 59 million, 235 MB, their
-momentum as much, and a step of the server takes about five times that.
+momentum as much; a run needs 2 GB, and a step of the server a second on one core.
 """
 
 from dataclasses import dataclass

@@ -73,7 +73,7 @@ def test_embeddings_have_1_plus_n_over_4_numbers(by_hand, linear, clients, setti
 
 
 def test_initial_values_are_torchs(uneven):
-    """Uniform on ±1/√(inputs), of which the largest of many is near the end; normal embeddings; repeatable."""
+    """Uniform on ±1/√(inputs), of which the largest of many is near the end; normal embeddings; from the seed alone."""
     method = make("pfedhn", embedding_size=64)
     server = uneven().start(method).server
     phi, v = server["phi"], server["v"]
@@ -86,6 +86,7 @@ def test_initial_values_are_torchs(uneven):
         assert 0.5 < bias.abs().max() * inputs**0.5 <= 1
     assert v.std().item() == pytest.approx(1, abs=0.1) and v.abs().max() > 2
     assert trees.unequal(server, uneven().start(method).server) == 0
+    assert min(trees.leaves(trees.tree_map(trees.unequal, phi, uneven(seed=1).start(method).server["phi"]))) > 0.01
     assert trees.unequal(server["velocity"], trees.full_like((phi, v), 0)) == 0
     assert {leaf.dtype for leaf in trees.leaves(server)} == {torch.float64}
 
