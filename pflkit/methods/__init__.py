@@ -60,6 +60,7 @@ from pflkit.methods.lgfedavg import LGFedAvg
 from pflkit.methods.local import Local
 from pflkit.methods.moon import MOON
 from pflkit.methods.perfedavg import PerFedAvg
+from pflkit.methods.pfedhn import PFedHN
 from pflkit.methods.pfedme import PFedMe
 
 METHODS = {
@@ -87,6 +88,7 @@ METHODS = {
     "fml": FML,
     "fedkd": FedKD,
     "fedapa": FedAPA,
+    "pfedhn": PFedHN,
     "fedpac": FedPAC,
     "dbe": DBE,
 }
