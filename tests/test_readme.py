@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pflkit.methods import METHODS
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 EXAMPLE, METHOD, DATA_SET = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -72,3 +74,7 @@ def test_own_data_set(tmp_path):
 def test_links():
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / target).exists(), target
+
+
+def test_number_of_methods():
+    assert f"they are {len(METHODS)}:" in README

@@ -29,9 +29,10 @@ sizes of H and the rates:
   - Weight decay and momentum move all clients' embeddings in each of the code's steps, and of KarhouTam/FL-bench's,
     06e658b (2025-10-09). Here v_i and its momentum move in the client's own rounds only.
   - The code's round is one client, drawn from all, and K = 50 steps, each on the first batch of newly shuffled data.
-    Here the federation draws clients, and they train by `Training`, of which batch size 64, lr 0.005, momentum 0.9,
-    weight decay 5e-5 and clip 50 are the code's. `sequential=False` generates all models of a round from one φ, and
-    takes one step on the mean of the clients' losses, in which v_i has 1/|S_t| of its own gradient (ours).
+    Here the federation draws clients, who come in the order of their ids and train by `Training`, of which batch size
+    64, lr 0.005, momentum 0.9, weight decay 5e-5 and clip 50 are the code's. `sequential=False` generates all models of
+    a round from one φ, and takes one step on the mean of the clients' losses, in which v_i has 1/|S_t| of its own
+    gradient (ours).
   - Clients count alike in the code, and here; but one with more batches an epoch moves further, and so counts more.
   - With `pc` the code's α is 0.05. Each head there begins with values of its own, has a momentum that outlives the
     round, and no part in the clipping. Here all heads begin alike, and head and extractor train as one model.
@@ -44,7 +45,8 @@ sizes of H and the rates:
     not at first the model that other methods start from (ours).
 
 H is large: a hundred times the model. For the 582,026 parameters of the 4-layer CNN it has 59 million, 235 MB, their
-momentum as much; a run needs 2 GB, and a step of the server a second on one core.
+momentum as much; a run needs 2 GB, and a step of the server a second on one core. Clients who train one after the other
+have one core between them, too.
 """
 
 from dataclasses import dataclass
