@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import seaborn as sns
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from pflkit import tables
 
@@ -144,7 +144,7 @@ def families(runs, groups, point=None):
     """
     stats = 100 * tables.curves(runs, point).groupby(["method", "rounds"])["accuracy"].mean()
     columns, rows = 3, -(-len(groups) // 3)
-    figure, axs = panels(rows, columns, 12, 3.2 * rows, sharex=True, sharey=True, squeeze=False)
+    figure, axs = panels(rows, columns, 10.5, 2.5 * rows, sharex=True, sharey=True, squeeze=False)
     with style():
         for ax, (title, methods) in zip(axs.flat, groups.items(), strict=False):
             for name in stats.index.unique("method"):
@@ -154,7 +154,7 @@ def families(runs, groups, point=None):
                 ax.plot(stats[name].index, stats[name], linewidth=1.6, label=name, **marks, **look(name))
             ax.set_title(title, fontsize=10)
             ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-            ax.legend(loc="lower right", fontsize=8)
+            ax.legend(loc="lower right", fontsize=7)
         for ax in axs.flat[len(groups) :]:
             ax.set_axis_off()
         for ax in axs[:, 0]:
@@ -184,6 +184,9 @@ def pareto(table, cost, gain, ax=None):
                 name, (x[name], table[gain][name]), (3, -8), textcoords="offset points", fontsize=6, color="0.45"
             )
         ax.set(xscale="log", xlabel=cost, ylabel=gain)
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.xaxis.set_minor_formatter(NullFormatter())
         ax.legend(loc="lower right", fontsize=8)
     return ax.figure
 
