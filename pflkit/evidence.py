@@ -24,6 +24,7 @@ from filelock import FileLock
 from pflkit import notebook
 from pflkit.experiment import History, experiment, write_whole
 from pflkit.methods import METHODS
+from pflkit.sweep import processes
 
 FOLDER = "figures/evidence"
 
@@ -42,7 +43,7 @@ def collect(sets, folder=FOLDER, *, jobs=-1, data_root=None, say=print):
     for name, _ in todo:
         (folder / name).mkdir(parents=True, exist_ok=True)  # now, lest a bad folder be known after the first hour only
     say(f"{len(todo)} experiments to run, {sum(map(len, sets.values())) - len(todo)} are there")
-    with joblib.parallel_config(backend="loky", inner_max_num_threads=1):
+    with processes():
         work = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered")(
             joblib.delayed(_one)(name, arguments, data_root) for name, arguments in todo
         )

@@ -1,11 +1,24 @@
 """Many experiments on all cores: finished ones are read instead of repeated, and one failure loses no other."""
 
+import contextlib
 import traceback
+import warnings
 
 import joblib
 import pandas as pd
 
 from pflkit.experiment import experiment
+
+
+@contextlib.contextmanager
+def processes():
+    """Within: joblib's workers are processes with one thread each.
+
+    That it replaces a worker whose memory has grown, between two experiments, is not told: nothing is lost.
+    """
+    with joblib.parallel_config(backend="loky", inner_max_num_threads=1), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "A worker stopped while some jobs were given to the executor")
+        yield
 
 
 def sweep(experiments, *, out="runs", jobs=-1, progress=True):
@@ -18,7 +31,7 @@ def sweep(experiments, *, out="runs", jobs=-1, progress=True):
     """
     experiments = list(experiments)
     rows, failures = [None] * len(experiments), []
-    with joblib.parallel_config(backend="loky", inner_max_num_threads=1):
+    with processes():
         work = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered")(
             joblib.delayed(_one)(i, arguments, out) for i, arguments in enumerate(experiments)
         )

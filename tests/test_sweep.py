@@ -1,10 +1,12 @@
 """Sweeps: rows in order, finished experiments read, and one failure that loses no other."""
 
+import warnings
+
 import pandas as pd
 import pytest
 
 from pflkit.experiment import experiment
-from pflkit.sweep import sweep
+from pflkit.sweep import processes, sweep
 
 SMALL = {"clients": 4, "rounds": 2, "partition": "iid"}
 
@@ -25,3 +27,12 @@ def test_a_failure_is_told_with_its_arguments_and_loses_nothing(tmp_path):
     with pytest.raises(RuntimeError, match=r"1 of 2 experiments failed:\n\nmethod=fedavg beta=0.1 (.|\n)*beta=0.1: "):
         sweep(wanted, out=tmp_path, jobs=2, progress=False)
     assert [path.name.split("-")[0] for path in tmp_path.iterdir()] == ["local"]
+
+
+def test_that_a_worker_was_replaced_is_no_news_and_all_else_is():
+    with processes():
+        warnings.warn(
+            "A worker stopped while some jobs were given to the executor. This can be caused by", stacklevel=1
+        )
+        with pytest.warns(UserWarning, match="else"):
+            warnings.warn("something else", stacklevel=1)
