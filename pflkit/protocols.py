@@ -56,7 +56,7 @@ def fedah(scale="paper"):
         sets[name] = [{"method": m, **one, "seed": seed} for seed in seeds for m in methods]
 
     for dataset in ("cifar10", "cifar100", "mnist"):
-        few, classes = dataset == "cifar100", 10 if dataset == "cifar100" else 2
+        few, classes = dataset != "cifar10", 10 if dataset == "cifar100" else 2
         add(f"table1/{dataset}-dirichlet", dataset, few, partition="dirichlet", beta=0.1)
         add(f"table1/{dataset}-pathological", dataset, few, partition="pathological", classes=classes)
     add("table1/agnews-dirichlet", "agnews", True, partition="dirichlet", beta=0.1)
