@@ -200,12 +200,11 @@ def overview(table, titles):
         for ax, (column, (title, scale)) in zip(axs.flat, titles.items(), strict=True):
             values, places = table[column].to_numpy(dtype=float), np.arange(len(table))
             none = (values <= 0) & (scale == "log")
+            end = 0 if scale == "linear" else values[~none].min() / 3
             ax.set_xscale(scale)
-            ax.hlines(places, 0 if scale == "linear" else values[~none].min() / 3, values, color="0.85", zorder=1)
+            ax.hlines(places, end, values, color="0.85", zorder=1)
             ax.scatter(values[~none], places[~none], s=26, color=COLOURS[0], zorder=2)
-            ax.scatter(
-                np.full(none.sum(), values[~none].min() / 3), places[none], s=26, facecolor="w", edgecolor=COLOURS[0]
-            )
+            ax.scatter(np.full(none.sum(), end), places[none], s=26, facecolor="w", edgecolor=COLOURS[0])
             ax.set_title(title, fontsize=9)
             ax.set_ylim(len(table) - 0.5, -0.5)
             ax.set_yticks(places, table.index)

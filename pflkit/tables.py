@@ -91,12 +91,12 @@ def overview(runs):
     """
     rows = {}
     for name, histories in lists(runs).items():
-        seeds, cost = pd.DataFrame([h.summary() for h in histories]), [costs.per_round(h) for h in histories]
-        rounds = [h.rounds.dropna(subset="joined") for h in histories]
-        sent = [r[["bytes_down", "bytes_up"]].to_numpy().sum() / len(r) / 1e6 for r in rounds]
+        seeds = pd.DataFrame([h.summary() for h in histories])
+        rounds = np.array([h.rounds["joined"].count() for h in histories])
         rows[name] = {f"{point} (%)": 100 * seeds[point].mean() for point in ("accuracy", "before", "after")}
-        rows[name] |= {"±": 100 * seeds["accuracy"].std(ddof=1), "MB": np.mean(sent)}
-        rows[name] |= {"GFLOP": np.mean([c["FLOPs"] for c in cost]) / 1e9, "s": np.mean([c["seconds"] for c in cost])}
+        rows[name] |= {"±": 100 * seeds["accuracy"].std(ddof=1)}
+        rows[name] |= {"MB": ((seeds["bytes_down"] + seeds["bytes_up"]) / rounds).mean() / 1e6}
+        rows[name] |= {"GFLOP": (seeds["flops"] / rounds).mean() / 1e9, "s": (seeds["seconds"] / rounds).mean()}
     columns = ["accuracy (%)", "±", "before (%)", "after (%)", "MB", "GFLOP", "s"]
     return pd.DataFrame(rows).T.rename_axis("method")[columns]
 

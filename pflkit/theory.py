@@ -6,6 +6,7 @@ import pandas as pd
 from pflkit import trees
 from pflkit.descent import slope
 from pflkit.methods.fedavg import model_loss
+from pflkit.models import trained
 
 COLUMNS = ("round", "model", "client", "fall", "L", "sigma2", "gradient2")
 
@@ -58,5 +59,5 @@ def _of_clients(clients, start, end):
 
 def _norms(model, tree):
     """The norm of each client's trained leaves of a tree [C, ...]: [C]."""
-    leaves = [leaf for name, leaf in trees.named_leaves(tree) if not model.is_buffer(name)]
+    leaves = [leaf for leaf, moves in zip(trees.leaves(tree), trained(model, tree), strict=True) if moves]
     return sum(leaf.double().flatten(1).square().sum(1) for leaf in leaves).sqrt().cpu().numpy()
