@@ -110,7 +110,7 @@ def run_evidence(names, scale, folder, jobs, data_root):
     from pflkit.evidence import collect, missing
 
     try:
-        sets = protocols.fedah(scale) | protocols.fedgh(scale)
+        sets = protocols.fedah(scale) | protocols.fedgh(scale) | protocols.fedapa(scale)
         if not names:
             for name, group in sets.items():
                 there = len(group) - len(missing(f"{folder}/{name}", group))
@@ -155,18 +155,19 @@ def run_claims(ids, folder, out):
 @click.option("--ngrams", type=int, help="2: pairs of words too, 3: triples too, of AG News.  [1]")
 @click.option(
     "--model",
-    help="cnn, cnn-small, cnn-1 to -5, resnet18, mlp, mlp-1 to -5, fasttext; A+B: in turn.  [what fits the data]",
+    help="cnn, cnn-small, cnn-1 to -5, lenet5, resnet18, mlp, mlp-1 to -5, fasttext; A+B: in turn.  [by the data]",
 )
 @click.option(
     "--partition", default="dirichlet", show_default=True, help="iid, pathological, dirichlet or classes_per_client."
 )
 @click.option("--beta", type=float, help="Dirichlet concentration.  [0.1]")
 @click.option("--classes", type=int, help="Classes per client of the pathological partitions.  [2]")
+@click.option("--grouped/--random", default=None, help="Neighbours hold the same classes, or random ones.  [grouped]")
 @click.option("--samples", type=int, help="Train and test on so many of the data.  [all]")
 @click.option("--clients", default=20, show_default=True)
 @click.option("--join-ratio", default="1", show_default=True, metavar="J|J:J", help="A ratio, or a range drawn from.")
 @click.option("--rounds", default=10, show_default=True, help="The papers: 2000.")
-@click.option("--lr", type=float, help="Local rate.  [cnn: 0.005; cnn-1 to -5, resnet18, fasttext: 0.01; else 0.05]")
+@click.option("--lr", type=float, help="Local rate.  [cnn: 0.005; mlps, cnn-small: 0.05; others: 0.01]")
 @click.option("--batch-size", default=10, show_default=True)
 @click.option("--epochs", default=1, show_default=True, help="Local epochs.")
 @click.option("--momentum", default=0.0, show_default=True, help="Of local SGD; and so are the next two.")

@@ -119,7 +119,8 @@ def scale(runs):
     config, sizes = histories[0].config, histories[0].clients.drop_duplicates("client")
     split, join = config["partition"], config["join_ratio"]
     kind = f"Dirichlet({split['beta']:g})" if "beta" in split else split["name"].replace("_", " ")
-    kind += f" ({split['classes']} classes each)" if "classes" in split else ""
+    of = "random classes" if split.get("grouped") is False else "classes"
+    kind += f" ({split['classes']} {of} each)" if "classes" in split else ""
     parts = [config["dataset"]["name"], config["model"]["name"], f"{sizes['n_train'].sum():,} training samples"]
     parts += [f"{config['clients']} clients", kind, f"lr {config['training']['lr']:g}"]
     parts += [f"join ratio {join[0]:g} to {join[1]:g}"] if tuple(join) != (1.0, 1.0) else []

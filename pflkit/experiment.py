@@ -22,7 +22,7 @@ from pflkit.methods import make
 
 # cnn, resnet18, fasttext: the FedAH paper; cnn-1 to cnn-5: FedGH's released code; the others ours.
 LR = dict.fromkeys(models.MODELS, 0.05) | dict.fromkeys(models.CNNS, 0.01) | {"cnn": 0.005}
-LR |= {"resnet18": 0.01, "fasttext": 0.01}
+LR |= {"lenet5": 0.01, "resnet18": 0.01, "fasttext": 0.01}
 IMAGES = ("fashion-mnist", "mnist", "cifar10", "cifar100", "tiny-imagenet")
 DEFAULT_MODEL = {"digits": "mlp", "agnews": "fasttext"} | dict.fromkeys(IMAGES, "cnn")
 
@@ -131,6 +131,7 @@ def experiment(
     partition="dirichlet",
     beta=None,
     classes=None,
+    grouped=None,
     clients=20,
     join_ratio=1.0,
     rounds=10,
@@ -153,10 +154,10 @@ def experiment(
     """One experiment from plain values, as the command line and `sweep` give them; returns its History.
 
     model and lr are by default the data set's and the model's; a model "mlp-1+mlp-2" stands for clients that have one
-    or the other, in turn; beta belongs to the Dirichlet partition, classes to the pathological ones, length and ngrams
-    to AG News (see `text.ag_news`); samples: only so many of the data, drawn anew for each seed; settings are the
-    method's own. Other `options` (out, eval_every, fresh, progress) are those of `run`. Of the defaults, those of
-    clients, join ratio, batches, epochs and beta are the FedAH paper's; the rest ours.
+    or the other, in turn; beta belongs to the Dirichlet partition, classes to the pathological ones and grouped to
+    `pathological`, length and ngrams to AG News (see `text.ag_news`); samples: only so many of the data, drawn anew for
+    each seed; settings are the method's own. Other `options` (out, eval_every, fresh, progress) are those of `run`. Of
+    the defaults, those of clients, join ratio, batches, epochs and beta are the FedAH paper's; the rest ours.
     """
     for key in options.keys() - {"out", "eval_every", "fresh", "progress"}:
         raise ValueError(f"{key}={options[key]!r}: experiment has no such argument")
@@ -184,7 +185,8 @@ def experiment(
     nets = [models.build(name, *about, vocabulary=loaded.vocabulary, seed=seed) for name in names]
     if lr is None and len({LR[name] for name in names}) > 1:
         raise ValueError(f"lr=None: must be given, for {model} have different rates by default")
-    given = {key: value for key, value in (("beta", beta), ("classes", classes)) if value is not None}
+    given = {"beta": beta, "classes": classes, "grouped": grouped}
+    given = {key: value for key, value in given.items() if value is not None}
     split = partitions.make(partition, loaded.y, clients, seed=seed, **given)
     rule = training.Training(lr=LR[names[0]] if lr is None else lr, batch_size=batch_size, epochs=epochs, **step)
     fed = federation.Federation(

@@ -245,6 +245,21 @@ def cnn(shape, classes):
     ]  # ReLU after pooling and flattening gives the same values and gradients, on fewer numbers and in one layout
 
 
+def lenet5(shape, classes):
+    """LeNet-5, FedAPA's released code's default: two 5x5 convolutions without padding, three linear layers.
+
+    An extractor of 61,156 parameters for 3x32x32, 43,576 for 1x28x28. ReLU and maximum pooling are ours.
+    """
+    channels, height, width = _image("lenet5", shape, 16)
+    after = [((side - 4) // 2 - 4) // 2 for side in (height, width)]
+    return [
+        *[("conv1", nn.Conv2d(channels, 6, 5)), ("pool1", nn.MaxPool2d(2)), ("relu1", nn.ReLU())],
+        *[("conv2", nn.Conv2d(6, 16, 5)), ("pool2", nn.MaxPool2d(2)), ("flat", nn.Flatten()), ("relu2", nn.ReLU())],
+        *[("fc1", nn.Linear(16 * after[0] * after[1], 120)), ("relu3", nn.ReLU())],
+        *[("fc2", nn.Linear(120, 84)), ("relu4", nn.ReLU()), ("fc3", nn.Linear(84, classes))],
+    ]
+
+
 def cnn_small(shape, classes):
     """A CNN for small images such as the 8x8 digits: two padded 3x3 convolutions, two linear layers (ours)."""
     channels, height, width = _image("cnn-small", shape, 4)
@@ -318,7 +333,7 @@ def fasttext(shape, classes, vocabulary):
 CNNS = {"cnn-1": (32, 2000), "cnn-2": (16, 2000), "cnn-3": (32, 1000), "cnn-4": (32, 800), "cnn-5": (32, 500)}
 MLPS = {"mlp-1": 256, "mlp-2": 128, "mlp-3": 64, "mlp-4": 32, "mlp-5": 16}
 MODELS = {
-    **{"cnn": cnn, "cnn-small": cnn_small, "mlp": mlp},
+    **{"cnn": cnn, "cnn-small": cnn_small, "lenet5": lenet5, "mlp": mlp},
     **{name: functools.partial(cnn_mixed, name, *size) for name, size in CNNS.items()},
     **{name: functools.partial(mlp_mixed, units) for name, units in MLPS.items()},
     **{"resnet18": resnet18, "fasttext": fasttext},

@@ -1,7 +1,7 @@
 """The papers' experiments, as sets of arguments for `experiment`: at the papers' scale, and reduced.
 
     fedah("paper")["table1/cifar10-dirichlet"] -> [{"method": "fedah", "dataset": "cifar10", ..., "seed": 0}, ...]
-    fedgh("reduced")["fedgh/mixed/cifar10-10clients"] -> likewise
+    fedgh("reduced")["fedgh/mixed/cifar10-10clients"], fedapa("reduced")["fedapa/cifar10-dirichlet"] -> likewise
 
 `reduced` is ours, for two CPU cores: fewer samples, rounds and seeds, and one learning rate for all methods of a set.
 What no paper states is ours, too, and said beside it.
@@ -38,6 +38,25 @@ REDUCED = {  # samples of all clients together, train and test, and the one rate
 # FedGH's baselines are not all known; these are ours. FedAvg needs one model for all.
 FEDGH = ("local", "fedavg", "fedproto", "lgfedavg", "fd", "fml", "fedkd", "fedgh")
 MIXED = "+".join(f"cnn-{i}" for i in range(1, 6))
+# The ten that FedAPA's text discusses, so presumably its baselines, and the two ends between which it stands.
+FEDAPA = (
+    *("local", "fedavg", "fedper"),
+    *("fedproto", "fedamp", "fedphp", "fedala", "apple", "pfedhn", "fedpac", "dbe", "fedgh"),
+    "fedapa",
+)
+ABLATION = (
+    {},  # FedAPA itself
+    {"server_lr": 0.0},  # A = I: each client alone
+    {"weights": "uniform"},  # as FedPer
+    {"share": "model"},
+    {"weights": "uniform", "share": "model"},  # as FedAvg
+    {"sign": "paper"},
+    {"server_lr": 0.0005},  # below 1/λmax of LeNet-5 and 20 clients at the start, 1/1512
+    {"server_lr": 0.002},
+    {"self_weight": 1.0},
+    {"momentum": 0.9},
+    {"sequential": True},
+)
 
 
 def fedah(scale="paper"):
@@ -116,4 +135,31 @@ def fedgh(scale="paper"):
     for rate in (0.001, 0.1, 1.0):  # 0.01 is above
         settings = {"header_lr": rate}
         add(f"rates/cifar10-{rate:g}", "cifar10", True, ("fedgh",), clients=10, join=1.0, settings=settings)
+    return sets
+
+
+def fedapa(scale="paper"):
+    """The FedAPA paper's experiments (arXiv 2502.07456): three data sets, two kinds of split, an ablation.
+
+    What is known of the protocol is the released code's: LeNet-5, 20 clients of which 60 to 100 % join, rate 0.01 with
+    momentum 0.9, 2 local epochs in batches of 64, 50 rounds. Ours: 5 seeds (the code's runs are unseeded); the number
+    of classes on CIFAR-100, where its 2 leave the split empty; random classes (`random`) beside its groups of clients
+    with the same ones (`grouped`), since a group's are twins; and what the ablation varies.
+    """
+    choice("scale", scale, SCALES)
+    base = {"model": "lenet5", "clients": 20, "join_ratio": (0.6, 1.0), "lr": 0.01, "momentum": 0.9, "epochs": 2}
+    paper = scale == "paper"
+    few = {"batch_size": 16, "rounds": 30, "eval_every": 2, "samples": 1600}
+    base |= {"batch_size": 64, "rounds": 50} if paper else few
+    seeds, sets = range(5 if paper else 3), {}
+    for dataset in ("fashion-mnist", "cifar10", "cifar100"):
+        pathological = {"partition": "pathological", "classes": 10 if dataset == "cifar100" else 2}
+        splits = {"dirichlet": {"partition": "dirichlet", "beta": 0.1}}
+        splits |= {"grouped": pathological, "random": pathological | {"grouped": False}}
+        for split, more in splits.items():
+            one, name = base | {"dataset": dataset} | more, f"{dataset}-{split}"
+            sets[f"fedapa/{name}"] = [{"method": m, **one, "seed": s} for s in seeds for m in FEDAPA]
+            if paper or dataset == "cifar10":
+                apa = [{"method": "fedapa", **one, **({"settings": a} if a else {})} for a in ABLATION]
+                sets[f"fedapa/ablation/{name}"] = [{**run, "seed": s} for s in seeds for run in apa]
     return sets

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from pflkit import claims, evidence, experiment, models, partition, protocols
 from pflkit.__main__ import main
 from pflkit.data import LOADERS
-from pflkit.methods import METHODS
+from pflkit.methods import METHODS, make
 
 SMALL = {"dataset": "digits", "samples": 200, "clients": 4, "rounds": 2, "model": "mlp", "partition": "iid"}
 
@@ -181,17 +181,34 @@ def test_fedghs_protocols_name_what_there_is(scale):
     assert rates == {"0.001": {0.001}, "1": {1.0}}
 
 
+@pytest.mark.parametrize("scale", protocols.SCALES)
+def test_fedapas_protocols_name_what_there_is(scale):
+    sets = protocols.fedapa(scale)
+    assert len(sets) == (18 if scale == "paper" else 12) and all(name.startswith("fedapa/") for name in sets)
+    for name, group in sets.items():
+        assert len({run["seed"] for run in group}) == (5 if scale == "paper" else 3)
+        for run in group:
+            made = make(run["method"], **run.get("settings", {}))  # no impossible setting
+            assert made == make("fedapa", **run.get("settings", {})) or "ablation" not in name
+            assert run["dataset"] in LOADERS and run["model"] == "lenet5" and run["join_ratio"] == (0.6, 1.0)
+            assert (run["rounds"], run["batch_size"]) == ((50, 64) if scale == "paper" else (30, 16))
+            assert (run.get("grouped", True), "beta" in run) == ("random" not in name, "dirichlet" in name)
+    assert {run["method"] for run in sets["fedapa/cifar100-random"]} == set(protocols.FEDAPA)
+    assert len({str(run.get("settings")) for run in sets["fedapa/ablation/cifar10-grouped"]}) == 11
+
+
 def test_the_command_lists_and_runs(tmp_path, monkeypatch):
     sets = {"table1/digits": arguments("fedavg", "local"), "table2/digits": arguments("fedah")}
     monkeypatch.setattr(protocols, "fedah", lambda scale: sets)
     monkeypatch.setattr(protocols, "fedgh", lambda scale: {"fedgh/digits": arguments("fedgh")})
+    monkeypatch.setattr(protocols, "fedapa", lambda scale: {"fedapa/digits": arguments("fedapa")})
     run = ["evidence", "--folder", str(tmp_path), "--jobs", "1"]
     assert "table1/digits" in CliRunner().invoke(main, run).output
     result = CliRunner().invoke(main, [*run, "table1"])
     assert result.exit_code == 0 and list(evidence.load(tmp_path / "table1/digits")) == ["local", "fedavg"]
     assert evidence.load(tmp_path / "table2/digits") == {}
     listed = CliRunner().invoke(main, run).output
-    assert "2 of 2" in listed and "0 of 1" in listed and "fedgh/digits" in listed
+    assert "2 of 2" in listed and "0 of 1" in listed and "fedgh/digits" in listed and "fedapa/digits" in listed
     refused = CliRunner().invoke(main, [*run, "table9"])
     assert refused.exit_code == 2 and "table9" in refused.output
     (tmp_path / "table1/digits/runs.jsonl").write_text('{"run": 0}')
@@ -205,6 +222,10 @@ def test_the_scale_in_words(quiet, tmp_path):
         "digits, mlp, 150 training samples, 4 clients, Dirichlet(0.5), lr 0.05, join ratio 0.5 to 1, 3 local epochs, "
         "2 rounds, 2 seeds"
     )
+    pairs = {"partition": "pathological", "classes": 5}
+    quiet({"b": arguments("local", **pairs), "c": arguments("local", grouped=False, **pairs)})
+    told = [evidence.scale(evidence.load(tmp_path / name)) for name in "bc"]
+    assert "pathological (5 classes each)" in told[0] and "pathological (5 random classes each)" in told[1]
 
 
 def test_the_code_has_a_name(monkeypatch, tmp_path):

@@ -20,8 +20,8 @@ from pflkit.federation import Federation
 from pflkit.methods import make
 from pflkit.models import MODELS, Part, Trained, build, from_modules
 
-IMAGES = {"cnn": (3, 20, 17), "cnn-small": (1, 9, 8), "mlp": (2, 5)}
-LAYERS = {"cnn": 4, "cnn-small": 4, "mlp": 2}  # layers with parameters
+IMAGES = {"cnn": (3, 20, 17), "cnn-small": (1, 9, 8), "lenet5": (3, 20, 17), "mlp": (2, 5)}
+LAYERS = {"cnn": 4, "cnn-small": 4, "lenet5": 5, "mlp": 2}  # layers with parameters
 for i in range(1, 6):
     IMAGES |= {f"cnn-{i}": (3, 20, 17), f"mlp-{i}": (2, 5)}
     LAYERS |= {f"cnn-{i}": 5, f"mlp-{i}": 3}
@@ -64,6 +64,12 @@ def small(name, **options):
 def test_the_papers_cnn_has_the_papers_sizes(shape, classes, r, h, total):
     model = build("cnn", shape, classes)
     assert tuple(map(count, model.init())) == (r, h) and count(model.init()) == total and model.features == 512
+
+
+@pytest.mark.parametrize(("shape", "r"), [((3, 32, 32), 61_156), ((1, 28, 28), 43_576)])
+def test_lenet5_has_the_sizes_of_fedapas_code(shape, r):
+    model = build("lenet5", shape, 10)
+    assert tuple(map(count, model.init())) == (r, 850) and model.features == 84
 
 
 def test_small_models_have_the_sizes_of_their_layers():
@@ -182,7 +188,7 @@ def test_init_gives_values_that_can_be_changed():
         ("cnn", (784,), 10, {}, "model='cnn': does not fit inputs of shape (784,)"),
         ("cnn", (28, 28), 10, {}, "model='cnn': does not fit inputs of shape (28, 28)"),
         ("cnn-small", (1, 3, 8), 10, {}, "model='cnn-small': does not fit inputs of shape (1, 3, 8)"),
-        ("resnet", (1, 28, 28), 10, {}, "model='resnet': must be one of 'cnn', 'cnn-small', 'mlp'"),
+        ("resnet", (1, 28, 28), 10, {}, "model='resnet': must be one of 'cnn', 'cnn-small', 'lenet5', 'mlp'"),
         ("mlp", (4,), 0, {}, "classes=0: must be a whole number, at least 1"),
         ("mlp", (4,), -1, {}, "classes=-1"),
         ("mlp", (4,), 2.5, {}, "classes=2.5"),
@@ -374,7 +380,7 @@ def test_of_the_bundled_models_only_the_resnet_has_batch_norm_and_none_has_dropo
     for name in MODELS:
         model = small(name)[0]
         assert (model.batch_norm, model.dropout) == (name == "resnet18", False)
-        assert model.convolutional is ("cnn" in name or name == "resnet18")
+        assert model.convolutional is ("cnn" in name or name in ("lenet5", "resnet18"))
 
 
 def test_threads_do_not_mix_up_their_parameters():

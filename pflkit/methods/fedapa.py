@@ -15,6 +15,9 @@ t, for the sampled clients S_t:
     6.  normalizes the row, and stores        A_i <- A_i / Σ_j a_ij,  θ_i <- θ'_i
 In steps 1 and 4 all clients see the extractors θ_j as they were when the round began.
 
+For an ablation: `server_lr=0.0` keeps A = I, each client alone; `weights="uniform"` keeps all a_ij = 1/N; and with
+`share="model"` the head is mixed too, θ being the whole model.
+
 Travels:   the extractor, down and up. A never leaves the server.
 Keeps:     the client's head φ_i. The server keeps N extractors and N² weights.
 Evaluated: (θ̄_i, φ_i) `before` local training; (θ'_i, φ_i) `after` it.
@@ -28,7 +31,8 @@ Where released code differs, and what we do:
   - It goes client by client, so that the later ones mix what the earlier ones have just uploaded. The paper says in
     parallel, and so do we; `sequential=True` goes client by client, in the order of their ids.
   - It steps the whole of A with momentum 0.9 once per client, so that rows of clients that did not join move too, and
-    one gradient counts eight to ten times. Here a row moves in its own client's rounds only, without momentum.
+    one gradient counts eight to ten times. Here a row moves in its own client's rounds only, without momentum;
+    `momentum` gives each row one of its own, v_i <- μ v_i + ∂P/∂A_i, A_i <- A_i − η v_i.
   - It takes inner products over batch-norm's statistics and counters, which saturates the weights. Here over trained
     parameters only; buffers are mixed by A like the rest.
   - Its clients' momentum outlives the round; here each round's SGD starts anew.
@@ -43,7 +47,8 @@ import torch
 
 from pflkit.checks import boolean, choice, real
 from pflkit.methods.fedavg import model_loss
-from pflkit.trees import clone, leaves, put, repeat, tree_map
+from pflkit.models import trained
+from pflkit.trees import clone, leaves, like, put, repeat, tree_map
 
 
 def rows(t):
@@ -117,6 +122,9 @@ class FedAPA:
     sign: str = "descent"  # or "paper": climb the proxy loss, as Eq. 6 and 7 are printed
     normalize: str = "sum"  # or "others"
     sequential: bool = False  # client by client, as the released code
+    momentum: float = 0.0  # μ of each row's steps; the released code has 0.9, and one velocity for all of A
+    weights: str = "learned"  # or "uniform": A stays at 1/N
+    share: str = "extractor"  # or "model": all of it is mixed, and nothing kept
 
     def __post_init__(self):
         real("server_lr", self.server_lr, 0)
@@ -124,6 +132,9 @@ class FedAPA:
         choice("sign", self.sign, ("descent", "paper"))
         choice("normalize", self.normalize, ("sum", "others"))
         boolean("sequential", self.sequential)
+        real("momentum", self.momentum, 0, 1)
+        choice("weights", self.weights, ("learned", "uniform"))
+        choice("share", self.share, ("extractor", "model"))
         if self.normalize == "others" and self.self_weight == 1:
             raise ValueError("self_weight=1.0: must be below 1 with normalize='others', or nobody listens to anybody")
 
@@ -132,37 +143,46 @@ class FedAPA:
         return 1 if self.sequential else None
 
     def server(self, fed):
-        extractor, N = fed.init()[0], fed.num_clients
-        if not extractor:
+        theta, N = self._shared(fed.init()), fed.num_clients
+        if not leaves(theta):
             raise ValueError(f"model={fed.model.name!r}: FedAPA mixes extractors, and this one has no parameters")
-        one = leaves(extractor)[0].new_ones(N)
+        one = leaves(theta)[0].new_ones(N)
         # Which leaves are trained: `merge` takes no inner products over batch-norm's statistics. It never changes.
-        trained = {name: torch.tensor(name not in fed.model.buffers) for name in extractor}
-        return {"extractors": repeat(extractor, N), "A": one.diag(), "trained": trained, "proxy_change": 0 * one}
+        counts = like(theta, list(map(torch.tensor, trained(fed.model, theta))))
+        A = one.diag() if self.weights == "learned" else (one / N).repeat(N, 1)
+        rows = {"A": A, "velocity": 0 * one.diag(), "proxy_change": 0 * one}
+        return {"extractors": repeat(theta, N), **rows, "trained": counts}
 
     def client(self, group):
-        return group.each_client(group.init()[1])
+        return group.each_client({} if self.share == "model" else group.init()[1])
 
     def download(self, server, ids):
         return mixed(server["A"][ids], server["extractors"])
 
     def local(self, clients, kept, message):
-        extractor, head = clients.sgd(model_loss, (message, kept))
-        return head, extractor, (extractor, head)
+        model = clients.sgd(model_loss, self.deploy(clients, kept, message))
+        return {} if self.share == "model" else model[1], self._shared(model), model
 
     def merge(self, server, ids, message, upload, n):
-        theta, trained = server["extractors"], server["trained"]
-        step = self.server_lr * slopes(theta, message, upload, trained)
-        raw = server["A"][ids] + (step if self.sign == "paper" else -step)
-        before, after = (proxy(sent, upload, trained) for sent in (message, mixed(raw, theta)))  # to be watched only
+        theta, counts, A = server["extractors"], server["trained"], server["A"][ids]
+        velocity = self.momentum * server["velocity"][ids] + slopes(theta, message, upload, counts)
+        raw = A
+        if self.weights == "learned":
+            raw = A + (1 if self.sign == "paper" else -1) * self.server_lr * velocity
+            A = normalized(raw, ids, self.self_weight, self.normalize)
+        before, after = (proxy(sent, upload, counts) for sent in (message, mixed(raw, theta)))  # to be watched only
         change = ((after - before) / before.where(before > 0, 1)).nan_to_num()  # it must not end a run
-        A = normalized(raw, ids, self.self_weight, self.normalize)
-        learned = clone({name: server[name] for name in ("extractors", "A", "proxy_change")})
-        put(learned, ids, {"extractors": upload, "A": A, "proxy_change": change})
-        return {**learned, "trained": trained}
+        new = {"extractors": upload, "A": A, "velocity": velocity, "proxy_change": change}
+        learned = clone({name: server[name] for name in new})
+        put(learned, ids, new)
+        return {**learned, "trained": counts}
+
+    def _shared(self, model):
+        """Of a model (extractor, head), what the server mixes."""
+        return model if self.share == "model" else model[0]
 
     def deploy(self, clients, kept, message):
-        return message, kept
+        return message if self.share == "model" else (message, kept)
 
     def watch(self, server, kept):
         A = server["A"]

@@ -230,7 +230,8 @@ def test_the_method_gives_the_recorded_row(recorded):
     method = make("fedapa", server_lr=float(recorded["lr"]), self_weight=1.0)
     A = torch.eye(4, dtype=torch.float64)
     A[i] = recorded["A_row_used"]
-    server = {"extractors": {"w": theta}, "A": A, "trained": {"w": torch.tensor(True)}, "proxy_change": 0 * A[0]}
+    server = {"extractors": {"w": theta}, "A": A, "velocity": 0 * A, "proxy_change": 0 * A[0]}
+    server |= {"trained": {"w": torch.tensor(True)}}
     message = method.download(server, np.array([i]))
     assert trees.unequal(message["w"][0], recorded["sent"]) < 1e-15
     after = method.merge(server, np.array([i]), message, {"w": recorded["returned"][None]}, [10])
@@ -247,7 +248,9 @@ def test_the_method_gives_the_recorded_row(recorded):
 
 
 @pytest.mark.parametrize("sequential", [False, True])
-@pytest.mark.parametrize("settings", [{}, {"self_weight": 0.7, "normalize": "others"}, {"sign": "paper"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"self_weight": 0.7, "normalize": "others"}, {"sign": "paper"}, {"momentum": 0.9}]
+)
 def test_three_rounds_in_plain_torch(uneven, plain, in_order, one_thread, sequential, settings):
     """Steps 1 to 6 in loops over clients. In parallel all see the extractors of the round's beginning."""
     rule = {"lr": 0.1, "epochs": 2, "momentum": 0.9, "weight_decay": 0.01}
@@ -260,6 +263,7 @@ def test_three_rounds_in_plain_torch(uneven, plain, in_order, one_thread, sequen
     )
     state.server["A"], first = tensor(A), tensor(A)
     up, own = settings.get("sign") == "paper", settings.get("self_weight", 0.5)
+    velocity, momentum = [[0.0] * 4 for _ in range(4)], settings.get("momentum", 0.0)
     for _ in range(3):
         fed.play(method, state, 3)
         seen = list(theta)
@@ -269,7 +273,8 @@ def test_three_rounds_in_plain_torch(uneven, plain, in_order, one_thread, sequen
             peer = plain(fed, i).load(sent, heads[i])
             end, heads[i] = peer.train(peer.r, peer.h, epochs=2).state()
             slopes = [sum(float((now[j][k] * (sent[k] - end[k])).sum()) for k in start) for j in range(4)]
-            raw = [min(1.0, max(0.0, A[i][j] + 0.1 * (slopes[j] if up else -slopes[j]))) for j in range(4)]
+            velocity[i] = [momentum * v + slope for v, slope in zip(velocity[i], slopes, strict=True)]
+            raw = [min(1.0, max(0.0, a + 0.1 * (v if up else -v))) for a, v in zip(A[i], velocity[i], strict=True)]
             raw[i], rest = own, sum(raw[j] for j in range(4) if j != i)
             if "normalize" in settings and rest > 0:
                 raw = [own if j == i else (1 - own) * raw[j] / rest for j in range(4)]
@@ -322,7 +327,8 @@ def test_order_matters_in_sequence_only_where_rows_mix(digits, play):
         (one, rounds), (other, others) = (
             play(digits(**options), make("fedapa", sequential=s, **settings), 4) for s in (True, False)
         )
-        assert trees.unequal((one.server, one.kept), (other.server, other.kept)) == 0
+        ends = [(state.server["extractors"], state.server["A"], state.kept) for state in (one, other)]
+        assert trees.unequal(*ends) == 0
         assert all(trees.unequal(a.held, b.held) == 0 for a, b in zip(rounds, others, strict=True))
     mixing = [play(digits(), make("fedapa", server_lr=1.0, sequential=s), 3)[0].server for s in (True, False)]
     assert trees.unequal(*mixing) > 0
@@ -386,11 +392,66 @@ def test_uniform_weights_are_fedper(by_hand, linear, play, clients, most):
     assert trees.unequal(trees.row(state.kept, 0), trees.row(state.kept, 1)) > 0
 
 
+def test_weights_kept_uniform_are_a_mean_of_all(digits, play):
+    """A stays at 1/N to the bit and the step is none; absent clients' extractors count as they were last uploaded."""
+    fed, method = digits(join_ratio=0.5), make("fedapa", weights="uniform", server_lr=1e3)
+    state, _ = play(fed, method, 3)
+    assert trees.unequal(state.server["A"], torch.full((6, 6), 1 / 6)) == 0
+    assert trees.unequal(state.server["proxy_change"], torch.zeros(6)) == 0
+    sent = fed.deployed(method, state, 4)[0]
+    mean = trees.average(state.server["extractors"], np.ones(6))
+    assert all(trees.unequal(trees.row(sent, i), mean) < 1e-6 for i in range(6))
+
+
+@pytest.mark.parametrize(("clients", "most"), [(2, 0.0), (4, 1e-13)])
+def test_whole_models_under_uniform_weights_are_fedavg(by_hand, linear, play, clients, most):
+    """Equal sizes, all join: the mean of all models is sent to all. To the bit for two."""
+    net, g = models.from_modules(nn.Sequential(linear(4, 5), nn.ReLU()), linear(5, 3), (4,), 3), torch.Generator()
+    data = [(torch.randn(7, 4, generator=g), torch.randint(3, (7,), generator=g).tolist()) for _ in range(clients)]
+    fed, method = by_hand(net, data, rule={"lr": 0.1}), make("fedapa", weights="uniform", share="model")
+    (state, rounds), (avg, others) = play(fed, method, 3), play(fed, make("fedavg"), 3)
+    assert all(trees.unequal(a.held, b.held) <= most for a, b in zip(rounds, others, strict=True))
+    assert trees.unequal(fed.deployed(method, state, 4), fed.deployed(make("fedavg"), avg, 4)) <= most
+    assert [r.bytes_up.tolist() for r in rounds] == [r.bytes_up.tolist() for r in others]
+    assert not trees.leaves(state.kept)
+
+
+def test_whole_models_are_mixed_as_extractors_are(digits, play):
+    """A model that is all extractor, and `share="model"` of the same network cut in two: one and the same, but for
+    rounding in the order of sums."""
+    (whole, rounds), (cut, others) = (
+        play(fed, make("fedapa", server_lr=0.1, **settings), 3)
+        for fed, settings in (
+            (digits(head_layers=0, dtype=torch.float64), {}),
+            (digits(dtype=torch.float64), {"share": "model"}),
+        )
+    )
+    assert trees.unequal(whole.server["A"], cut.server["A"]) < 1e-12
+    assert trees.unequal(whole.server["A"], torch.eye(6)) > 0.01
+    ends = [[leaf for r in of for leaf in trees.leaves(r.held)] for of in (rounds, others)]
+    assert all(trees.unequal(a, b) < 1e-12 for a, b in zip(*ends, strict=True))
+
+
+def test_momentum_is_of_each_row_alone(pairs):
+    """v <- .5 v + g, g = (.5, −2) in each round: steps of .1 (.5, −2), then .1 (.75, −3). The absent row's stays 0."""
+    method = make("fedapa", server_lr=0.1, momentum=0.5)
+    fed, state = pairs(method, THETA, [(1.0, 0.0), (0.0, 1.0)], [(0.5, 1.0), THETA[1]])
+    fed.play(method, state, 2)
+    assert state.server["velocity"].tolist() == [exactly(0.5, -2.0), exactly(0.0, 0.0)]
+    state.server["extractors"]["w"], state.server["A"] = tensor(THETA), torch.eye(2).double()
+    fed.play(method, state, 2)
+    assert state.server["velocity"].tolist() == [exactly(0.75, -3.0), exactly(0.0, 0.0)]
+    assert state.server["A"][0].tolist() == exactly(0.5 / 0.8, 0.3 / 0.8)  # clipped: (.925, .3), then ½ for itself
+
+
 # --- what a round may touch ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sequential", [False, True])
-@pytest.mark.parametrize("settings", [{}, {"sign": "paper"}, {"normalize": "others"}, {"self_weight": 1.0}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"sign": "paper"}, {"normalize": "others"}, {"self_weight": 1.0}, {"momentum": 0.9}, {"share": "model"}],
+)
 def test_rows_sum_to_1_and_absent_ones_stay(digits, settings, sequential):
     """Entries in [0, 1]. The released code's momentum, and its clipping, move all rows in each step."""
     fed = digits(join_ratio=0.5)
@@ -400,7 +461,7 @@ def test_rows_sum_to_1_and_absent_ones_stay(digits, settings, sequential):
         before = trees.clone(state.server)
         ids = fed.play(method, state, 4).ids
         absent, A = np.setdiff1d(range(6), ids), state.server["A"]
-        for name in ("A", "extractors", "proxy_change"):
+        for name in ("A", "extractors", "proxy_change", "velocity"):
             rows = [trees.take(server[name], absent) for server in (state.server, before)]
             assert trees.unequal(*rows) == 0
         assert trees.unequal(A.sum(1), torch.ones(6)) < 1e-6
@@ -488,7 +549,11 @@ def test_a_model_without_an_extractor_is_refused(digits):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"sign": "up"}, {"normalize": "softmax"}, {"self_weight": 0.0}, {"self_weight": 1.1}, {"sequential": 1}]
+    "wrong",
+    [
+        *[{"sign": "up"}, {"normalize": "softmax"}, {"self_weight": 0.0}, {"self_weight": 1.1}, {"sequential": 1}],
+        *[{"momentum": -0.1}, {"momentum": 1.1}, {"weights": "equal"}, {"share": "head"}],
+    ],
 )
 def test_impossible_settings_are_refused(wrong):
     (name,) = wrong
