@@ -57,6 +57,17 @@ def collect(sets, folder=FOLDER, *, jobs=-1, data_root=None, say=print):
     return failed
 
 
+def play(sets, folder, *, jobs=-1):
+    """{name: {label: [History, one a seed]}} of `sets`, after what is missing of them has been run, as by `collect`.
+
+    For notebooks: nothing is printed. Raises RuntimeError where experiments failed, with what `collect` says of them.
+    """
+    said = []
+    if failed := collect(sets, folder, jobs=jobs, say=said.append):
+        raise RuntimeError(f"{failed} experiments failed:\n" + "\n".join(line for line in said if "  failed\n" in line))
+    return {name: load(Path(folder) / name) for name in sets}
+
+
 def missing(folder, group):
     """Those of `group`, a list of arguments, that are not recorded in the set in `folder`; each of them once."""
     there, left = [run["arguments"] for run in _runs(folder)], []

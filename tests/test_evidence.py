@@ -56,6 +56,16 @@ def test_runs_that_are_there_are_not_run_again(quiet, tmp_path, monkeypatch):
     assert (tmp_path / "a" / "rounds.csv").read_text() == before
 
 
+def test_a_notebook_plays_sets_and_is_told_what_failed(tmp_path):
+    found = evidence.play({"a": arguments("fedavg"), "b": arguments("local", seeds=2)}, tmp_path, jobs=1)
+    assert {name: {label: len(runs) for label, runs in of.items()} for name, of in found.items()} == {
+        "a": {"fedavg": 1},
+        "b": {"local": 2},
+    }
+    with pytest.raises(RuntimeError, match=r"(?s)^1 experiments failed:.*c  local.*Traceback.*classes=99"):
+        evidence.play({"c": arguments("local", partition="pathological", classes=99)}, tmp_path, jobs=1)
+
+
 def test_a_tuple_is_read_as_the_list_that_it_became(quiet, tmp_path):
     drawn = arguments("fedavg", join_ratio=(0.5, 1.0))
     quiet({"a": drawn})
