@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 
-from pflkit import claims, data, evidence
+from pflkit import claims, data, evidence, protocols
 from pflkit.claims import comparisons, fedgh, report, scale
 from pflkit.experiment import History, experiment
 from pflkit.federation import State
@@ -16,7 +16,9 @@ from pflkit.training import Training
 
 PRODUCT = {"fedavg": "before", "fedprox": "before"}
 BYTES = {"fedavg": 100, "fedah": 100, "fedper": 90, "fedrep": 90, "fedfomo": 600, "fedala": 100} | {"fedapa": 90}
-LR = {"cnn": 0.005, "resnet18": 0.01, "fasttext": 0.01, "mlp": 0.05} | dict.fromkeys(("cnn-1", fedgh.MIXED), 0.01)
+LR = {"cnn": 0.005, "lenet5": 0.01, "resnet18": 0.01, "fasttext": 0.01, "mlp": 0.05} | dict.fromkeys(
+    ("cnn-1", fedgh.MIXED), 0.01
+)
 RULE = "the stopping rule of FedAH's released code: 100 evaluations without a new best"
 PAPER = {"dataset": "tiny-imagenet", "model": "resnet18", "samples": 110_000, "rounds": 102}
 
@@ -310,7 +312,7 @@ def test_heterogeneity_is_part_of_ah7():
     split = {"beta": 0.5}
     alike = {m: [history(m, [v], s, partition=split) for s in range(3)] for m, v in (("fedavg", 80), ("fedah", 90))}
     assert "not strongly heterogeneous" in claims.check("AH7", alike).why
-    split = {"name": "pathological", "grouped": True}
+    split = {"name": "pathological", "classes": 2, "grouped": True}
     skewed = {m: [history(m, [v], s, partition=split) for s in range(3)] for m, v in (("fedavg", 80), ("fedah", 90))}
     assert claims.check("AH7", skewed).verdict == "agrees at reduced scale"
 
@@ -895,10 +897,10 @@ def test_sets_of_evidence_are_checked_alone_and_together(tmp_path):
         ("AH1", "b"): f"{AGREES} (2 of 11 methods)",
         ("AH9", "a/set 0.1, a/set 0.5"): f"{AGREES} (1 of 2 parts, 3 of 10 methods)",
         ("AH10", ""): "not tested",
-        ("PA3", "a/set 0.1; a/set 0.5"): "not tested",  # FedPer alone
+        ("PA3", ""): "not tested",  # FedPer alone
     }
     (_, none), *_ = report.report(tmp_path, ["AH10"])
-    assert none.why == "no sets that differ in clients alone"
+    assert none.why == "no sets that differ in clients alone (there: 20)"
 
 
 def test_a_claims_own_sets_go_before_others(tmp_path):
@@ -1321,7 +1323,7 @@ def test_a_sweep_is_found_in_one_set_or_in_several(tmp_path):
     assert told(tmp_path / "more", "GH5") == {("GH5", labels): AGREES}
     swept(tmp_path / "none", "a", [None])
     (_, found), *_ = report.report(tmp_path / "none", ["GH5"])
-    assert found.why == "no sets that differ in fedgh header_lr alone"
+    assert found.why == "no sets that differ in fedgh header_lr alone (there: 0.01)"
 
 
 def test_a_sweep_of_other_settings_is_another(tmp_path):
@@ -1550,6 +1552,371 @@ def test_rounding_neither_raises_nor_lowers():
     assert found.verdict == "not tested" and found.why.startswith("not shown to be below −1e-06: smallest change of P")
 
 
+# --- PA1: scenarios ---------------------------------------------------------------------------------------------------
+
+DIR = {"name": "dirichlet", "beta": 0.1}
+TWINS = {"name": "pathological", "classes": 2, "grouped": True}
+DRAWN = TWINS | {"grouped": False}
+PA1 = {
+    "d": ("cifar10", DIR),
+    "g": ("cifar10", TWINS),
+    "f": ("fashion-mnist", DIR),
+    "p": ("fashion-mnist", TWINS),
+    "c": ("cifar100", DIR),
+    "x": ("cifar100", TWINS | {"classes": 10}),
+    "r": ("cifar10", DRAWN),
+}
+LEAD = {"fedapa": HIGH, "fedavg": LOW, "fedala": MID}
+LAG = {"fedapa": MID, "fedavg": LOW, "fedala": HIGH}
+EVEN = {"fedapa": NEAR, "fedavg": LOW, "fedala": MID}
+
+
+def scenarios(base=(), **ends):
+    """{name: runs} of the sets of PA1 by their letters, each with ends {method: accuracies}."""
+    there = {}
+    for name, last in ends.items():
+        dataset, split = PA1[name]
+        there[name] = of({"model": "cnn", "dataset": dataset, "partition": split} | dict(base), **last)
+    return there
+
+
+@pytest.mark.parametrize(
+    ("there", "verdict", "why"),
+    [
+        (scenarios(d=LEAD, g=LEAD), AGREES, ""),
+        (scenarios(d=LEAD, g=LEAD, f=LAG), AGREES, ""),
+        (scenarios(d=LEAD, g=LEAD, f=LAG, p=LAG), DISAGREES, "contradicted by scenarios in which fedapa is first;"),
+        (
+            scenarios(d=LEAD, g=LAG),
+            DISAGREES,
+            "contradicted by scenarios in which fedapa is first;",
+        ),  # half is not most
+        (scenarios(d=LEAD, g=EVEN), OPEN, "not shown to be at least 2 of 2: scenarios in which fedapa is first;"),
+        (scenarios(d=LEAD, g=LEAD, f=EVEN), AGREES, ""),
+        (scenarios(d=EVEN, g=EVEN, f=LAG), OPEN, "not shown to be at least 2 of 3: scenarios"),
+        (scenarios(d=LEAD, g=EVEN | {"fedavg": HIGH}), DISAGREES, "contradicted by scenarios"),
+        (scenarios(d=LEAD), OPEN, "one scenario only: cifar10, cnn, Dirichlet(0.1)"),
+        (scenarios(d={"fedapa": HIGH}, g={"fedapa": HIGH}), OPEN, "too few of its methods"),
+        (scenarios(d={"fedavg": HIGH, "dbe": LOW}, g={"fedavg": HIGH, "dbe": LOW}), OPEN, "too few of its methods"),
+        (
+            scenarios({"rounds": 9}, d=LEAD) | scenarios(g=LEAD),
+            OPEN,
+            "g and d differ in more than scenario and dataset",
+        ),
+        (
+            scenarios(d=LEAD) | {"again": scenarios(d=LEAD)["d"]},
+            OPEN,
+            "d and again have one scenario: cifar10, cnn, Di",
+        ),
+    ],
+)
+def test_first_in_most_scenarios(there, verdict, why):
+    found = claims.check("PA1", there)
+    assert found.verdict == verdict and why in found.why
+    if found.numbers:
+        assert "inferred from the paper's text" in found.why and found.coverage == "1 of 2 parts, 3 of 11 methods"
+
+
+def test_a_scenario_counts_once_however_many_methods_it_has():
+    found = claims.check("PA1", scenarios(d=LEAD, g=LAG | {"fedapa": [71, 95, 95]}))
+    whole, *counted = found.numbers
+    assert whole.rule == "at least 2 of 2" and whole.unit == "scenarios"
+    assert whole.values == (1, 2, 2)  # at the first seed FedALA is ahead in the second scenario
+    assert (whole.low, whole.high) == (1, 2) and all(c.counted for c in counted)
+    assert [c.what for c in counted] == [
+        f"cifar10, cnn, {split}: fedapa − {other}"
+        for split in ("Dirichlet(0.1)", "pathological (2 classes)")
+        for other in ("fedavg", "fedala")
+    ]
+
+
+def test_random_classes_are_no_scenario():
+    alone = claims.check("PA1", scenarios(d=LEAD, g=LEAD))
+    with_random = claims.check("PA1", scenarios(d=LEAD, g=LEAD, r=LAG))
+    assert with_random.numbers == alone.numbers
+    assert "left out, of no scenario: r;" in with_random.why and "left out" not in alone.why
+    assert claims.check("PA1", scenarios(r=LEAD)).why.startswith("none of its methods was run in every set")
+    assert claims.check("PA1", scenarios(d=LEAD, r=LEAD)).why.startswith("one scenario only: cifar10, cnn, Dirichlet")
+
+
+def test_the_scenarios_that_are_not_there_are_named():
+    found = claims.check("PA1", scenarios(d=LEAD, g=LEAD, c=LEAD, p=LEAD))
+    absent = "not checked: all six scenarios (no runs with fashion-mnist dirichlet, cifar100 pathological);"
+    assert absent in found.why and found.coverage == "1 of 2 parts, 3 of 11 methods"
+    found = claims.check("PA1", scenarios(**dict.fromkeys("dgfpcx", LEAD)))
+    assert found.coverage == "3 of 11 methods" and "not checked" not in found.why
+
+
+def test_scenarios_at_full_scale():
+    """CIFAR-100's classes a client are not known: with them nothing is reproduced."""
+
+    def at(letters, seeds=5, **more):
+        there = {}
+        for letter in letters:
+            dataset, split = PA1[letter]
+            size = {"dataset": dataset, "model": "lenet5", "samples": scale.SIZES[dataset], "rounds": 102} | FEDAPA
+            split = (
+                {"capped": None, "balanced": False} | split | ({"capped": False} if split == DIR else {"beta": None})
+            )
+            changes = size | {"partition": split} | more
+            there[letter] = {
+                m: [history(m, [v - 9, v], s, **changes) for s in range(seeds)]
+                for m, v in (("fedapa", 60), ("dbe", 50))
+            }
+        return claims.check("PA1", there)
+
+    five = at("dgfpc")
+    assert str(five) == "reproduced (1 of 2 parts, 2 of 11 methods)"
+    assert str(at("dgfpcr")) == str(five)  # random classes do not count, nor do they fall short
+    found = at("dgfpcx")
+    assert found.verdict == AGREES and found.why.startswith("partition pathological, the protocol: dirichlet (x);")
+    assert at("dg", seeds=4).verdict == AGREES
+    assert "epochs 1, the protocol: 2" in at("dg", training={"epochs": 1}).why
+
+
+def test_scenarios_of_evidence_are_grouped_by_their_protocol(tmp_path):
+    base = {"clients": 10, "rounds": 1}
+    stored(tmp_path, {f"fedapa/{name}": runs for name, runs in scenarios(base, d=LEAD, r=LEAD).items()})
+    stored(tmp_path, {"table1/b": of({"model": "cnn", "dataset": "cifar10"}, fedavg=HIGH, fedala=LOW, fedah=MID)})
+    stored(tmp_path, {"table1/a": of({"model": "cnn", "dataset": "mnist"}, fedavg=HIGH, fedala=LOW, fedah=MID)})
+    stored(tmp_path, {"fedgh/a": of(MIX | {"dataset": "cifar10"}, fedgh=HIGH, fedproto=LOW)})
+    stored(tmp_path, {"fedapa/ablation/d": scenarios(base, d={"fedapa": HIGH})["d"]})  # the same runs once more
+    ids = ("PA1", "PA2", "PA3", "PA4", "PA7")
+    one = {(v.id, names): v.why.split(";")[0] for names, v in report.report(tmp_path, ids)}
+    rule = f"3 of 3 runs not converged ({RULE})"
+    assert one == {
+        ("PA1", ""): "no sets that differ in scenario alone (there: cifar10, cnn, Dirichlet(0.1))",
+        ("PA2", "fedapa/d"): one["PA2", "fedapa/d"],
+        ("PA2", "fedapa/r"): one["PA2", "fedapa/r"],
+        ("PA3", ""): "no set with fedapa and another of its methods",
+        ("PA4", ""): "no set with fedapa and another of its variants",
+        ("PA7", "fedapa/ablation/d; fedapa/d; fedapa/r"): rule,
+    }
+    stored(tmp_path, {f"fedapa/{name}": runs for name, runs in scenarios(base, g=LEAD, f=LAG).items()})
+    assert told(tmp_path, "PA1") == {
+        ("PA1", "fedapa/d, fedapa/f, fedapa/g"): f"{AGREES} (1 of 2 parts, 3 of 11 methods)"
+    }
+    (_, none), *_ = report.report(tmp_path / "table1", ["PA1"])
+    assert none.why == "no set with fedapa and another of its methods"
+    (_, none), *_ = report.report(tmp_path / "table1", ["PA7"])
+    assert none.why == "no runs"
+
+
+def test_fedapas_claims_know_the_runs_of_its_protocols():
+    assert set(claims.CLAIMS["PA1"].methods) <= set(protocols.FEDAPA)
+    labels = {evidence.label({"method": "fedapa", "settings": settings}) for settings in protocols.ABLATION}
+    assert set(claims.CLAIMS["PA4"].methods) <= labels
+    for name, group in protocols.fedapa("paper").items():
+        assert {(run["dataset"], run["model"]) for run in group} <= set(claims.CLAIMS["PA4"].settings), name
+
+
+# --- PA2: time a round ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "flops", "verdict", "why"),
+    [
+        (1.1, 7, AGREES, "are noisy"),
+        ([0.9, 1.0, 1.1], 7, AGREES, "the server's mixing too"),
+        (1.3, 7, DISAGREES, "contradicted by seconds: fedapa / fedavg;"),
+        (0.7, 7, DISAGREES, "contradicted by seconds: fedapa / fedavg;"),
+        ([0.8, 1.0, 1.3], 7, OPEN, "not shown to be within 1 ±0.25: seconds: fedapa / fedavg;"),
+        (1.1, 8, DISAGREES, "contradicted by FLOPs: fedapa − fedavg;"),
+        (1.1, 6, DISAGREES, "contradicted by FLOPs: fedapa − fedavg;"),
+    ],
+)
+def test_a_round_of_about_fedavgs_time(seconds, flops, verdict, why):
+    found = claims.check("PA2", cost({"fedapa": seconds, "fedavg": 1}, {"fedapa": flops, "fedavg": 7}))
+    assert found.verdict == verdict and why in found.why and found.coverage == ""
+    assert [(c.unit, c.rule) for c in found.numbers] == [("FLOPs", "equal 0"), ("ratio", "within 1 ±0.25")]
+
+
+def test_of_two_machines_flops_alone_are_compared():
+    there = cost({"fedapa": 9, "fedavg": 1}, {"fedapa": 7, "fedavg": 7})
+    for run in there["fedapa"]:
+        run.config["device"] = "cuda"
+    found = claims.check("PA2", there)
+    assert str(found) == f"{AGREES} (1 of 2 parts)" and [c.unit for c in found.numbers] == ["FLOPs"]
+    assert "not checked: in seconds (the runs' engines or devices differ)" in found.why
+    for run in there["fedavg"]:
+        run.config["device"] = "cuda"
+    for name in there:
+        assert "too few of its methods" in claims.check("PA2", {name: there[name]}).why
+        there[name][1].config["engine"] = "stacked"  # both of this seed
+    assert len(claims.check("PA2", there).numbers) == 2
+    there["fedapa"][2].config["engine"] = there["fedavg"][0].config["engine"] = "stacked"  # one of either seed
+    assert len(claims.check("PA2", there).numbers) == 1
+
+
+# --- PA4: the ablation ------------------------------------------------------------------------------------------------
+
+ALONE, UNIFORM = "fedapa server_lr=0.0", "fedapa weights=uniform"
+WHOLE, MEAN = "fedapa share=model", "fedapa weights=uniform share=model"
+SETTINGS = {
+    "fedapa": {},
+    ALONE: {"server_lr": 0.0},
+    UNIFORM: {"weights": "uniform"},
+    WHOLE: {"share": "model"},
+    MEAN: {"weights": "uniform", "share": "model"},
+}
+# From 60 to 86 % by learned weights, to 90 % by sharing only the extractor.
+ABLATED = {"fedapa": 90, ALONE: 80, UNIFORM: 85, WHOLE: 86, MEAN: 60}
+
+
+def ablation(ends, **changes):
+    """Runs of FedAPA's variants: {label: accuracies, or one that is that of all seeds but for a tenth of a point}."""
+    given, there = changes.pop("settings", {}), {}
+    for label, end in ends.items():
+        values = end if isinstance(end, list) else [end, end + 0.1, end - 0.1]
+        own = {"settings": given | SETTINGS[label]}
+        there[label] = [history("fedapa", [v], s, **own, **changes) for s, v in enumerate(values)]
+    return there
+
+
+GAINS = "gain by learned weights − by sharing only the extractor"
+
+
+@pytest.mark.parametrize(
+    ("ends", "verdict", "why"),
+    [
+        ({}, AGREES, "3 of at least 5 seeds"),
+        ({ALONE: 95}, DISAGREES, f"contradicted by fedapa − {ALONE};"),
+        ({UNIFORM: 95}, DISAGREES, f"contradicted by fedapa − {UNIFORM};"),
+        ({WHOLE: 95}, DISAGREES, f"contradicted by fedapa − {WHOLE};"),
+        ({MEAN: 84}, DISAGREES, f"contradicted by {GAINS};"),  # 2 by learned weights, 4 by the extractor
+        ({MEAN: 82}, OPEN, f"within noise: {GAINS}"),
+        ({MEAN: 81}, AGREES, ""),
+        ({UNIFORM: [89, 92, 89]}, OPEN, f"within noise: fedapa − {UNIFORM}"),
+        ({ALONE: [89, 92, 89]}, OPEN, f"within noise: fedapa − {ALONE}"),
+        ({WHOLE: [89, 92, 89]}, OPEN, f"within noise: fedapa − {WHOLE}"),
+    ],
+)
+def test_what_the_ablation_says(ends, verdict, why):
+    found = claims.check("PA4", ablation(ABLATED | ends))
+    assert found.verdict == verdict and why in found.why and found.coverage == ""
+    assert "its default" not in found.why
+
+
+def test_gains_by_hand():
+    there = {"fedapa": [90, 91, 92], WHOLE: [85, 87, 86], MEAN: [60, 70, 65]}
+    of_gains, extractor = claims.check("PA4", ablation(there)).numbers
+    assert of_gains.values == pytest.approx(((85 - 60) - (90 - 85), (87 - 70) - (91 - 87), (86 - 65) - (92 - 86)))
+    assert extractor.values == pytest.approx((5, 4, 6))
+
+
+@pytest.mark.parametrize(
+    ("labels", "coverage", "numbers"),
+    [
+        (("fedapa", ALONE), "0 of 3 parts, 2 of 5 variants", [f"fedapa − {ALONE}"]),
+        (("fedapa", ALONE, UNIFORM), "1 of 3 parts, 3 of 5 variants", [f"fedapa − {ALONE}", f"fedapa − {UNIFORM}"]),
+        (("fedapa", WHOLE), "1 of 3 parts, 2 of 5 variants", [f"fedapa − {WHOLE}"]),
+        (("fedapa", WHOLE, MEAN), "2 of 3 parts, 3 of 5 variants", [GAINS, f"fedapa − {WHOLE}"]),
+        (("fedapa",), "3 of 3 parts", []),
+        ((ALONE, UNIFORM, WHOLE, MEAN), "3 of 3 parts", []),
+    ],
+)
+def test_of_an_ablation_what_was_run_is_checked(labels, coverage, numbers):
+    found = claims.check("PA4", ablation({label: ABLATED[label] for label in labels}))
+    assert [c.what for c in found.numbers] == numbers
+    if numbers:
+        assert str(found) == f"{AGREES} ({coverage})"
+    else:
+        assert found.verdict == OPEN and "too few of its methods" in found.why
+
+
+@pytest.mark.parametrize(
+    ("label", "settings", "method", "held"),
+    [
+        (ALONE, {}, "fedapa", "fedapa server_lr=0.01"),
+        (ALONE, SETTINGS[UNIFORM], "fedapa", "fedapa server_lr=0.01"),
+        (MEAN, SETTINGS[UNIFORM], "fedapa", "fedapa weights=uniform share=extractor"),
+        (WHOLE, {}, "fedavg", "fedavg"),
+        ("fedapa", {}, "fedavg", "fedavg"),
+    ],
+)
+def test_a_label_must_be_that_of_its_runs(label, settings, method, held):
+    there = ablation({"fedapa": 90, ALONE: 80})
+    there[label] = [history(method, [80], s, **({"settings": settings} if settings else {})) for s in range(3)]
+    with pytest.raises(ValueError, match=rf"^runs\['{label}'\]: holds a run of '{held}'$"):
+        claims.check("PA4", there)
+
+
+def test_other_settings_of_variants_must_be_the_defaults_and_the_same():
+    found = claims.check("PA4", ablation(ABLATED, settings={"momentum": 0.9, "server_lr": 0.002}))
+    assert found.verdict == AGREES
+    assert {text for text in found.why.split("; ") if "its default" in text} == {
+        *(f"{label}'s momentum 0.9, its default: 0.0" for label in SETTINGS),
+        *(f"{label}'s server_lr 0.002, its default: 0.01" for label in SETTINGS if label != ALONE),
+    }
+    mixed = ablation(ABLATED) | {WHOLE: ablation({WHOLE: 86}, settings={"momentum": 0.9, "server_lr": 0.002})[WHOLE]}
+    found = claims.check("PA4", mixed)
+    assert (found.verdict, found.numbers) == (OPEN, ())
+    assert found.why == f"{WHOLE} and fedapa differ in more than it names: server_lr, momentum"
+
+
+def test_variants_share_a_design():
+    mixed = ablation(ABLATED) | {WHOLE: ablation({WHOLE: 86}, training={"lr": 0.5})[WHOLE]}
+    assert claims.check("PA4", mixed).why.startswith(f"{WHOLE} and fedapa differ in more than the method: training")
+
+
+def test_an_ablation_at_full_scale():
+    size = {"dataset": "cifar10", "model": "lenet5", "samples": 60_000, "rounds": 102} | FEDAPA
+
+    def at(ends, **changes):
+        changes = size | {"partition": {"capped": False}} | changes
+        there = {
+            label: [history("fedapa", [v - 9, v], s, settings=SETTINGS[label], **changes) for s in range(5)]
+            for label, v in ends.items()
+        }
+        return claims.check("PA4", there)
+
+    assert (str(at(ABLATED)), at(ABLATED).why) == ("reproduced", "")
+    assert at(ABLATED | {WHOLE: 91}).verdict == "not reproduced"
+    assert at(ABLATED, training=FEDAPA["training"] | {"epochs": 1}).why == "epochs 1, the protocol: 2"
+    assert str(at(ABLATED, model="cnn")) == "reproduced"
+    assert at(ABLATED, model="resnet18").why == "cifar10 with resnet18, the paper: others"
+
+
+def test_an_ablation_of_evidence_is_found_by_its_labels(tmp_path):
+    for histories, settings in ((ablation(ABLATED)[label], SETTINGS[label]) for label in SETTINGS):
+        for h in histories:
+            h.clients["round"] = h.config["rounds"]
+            arguments = {"method": "fedapa", "seed": h.config["seed"]} | ({"settings": settings} if settings else {})
+            evidence.record(tmp_path / "fedapa/ablation", arguments, h)
+    stored(tmp_path, {"fedapa/main": runs(fedapa=HIGH, fedavg=LOW), "table1": runs(fedavg=HIGH, fedah=LOW)})
+    assert told(tmp_path, "PA4") == {("PA4", "fedapa/ablation"): AGREES}
+
+
+# --- PA7: convergence -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("drops", "verdict", "why"),
+    [
+        ([0.1, 0.2, 0.3], AGREES, ""),
+        ([0.1, 1.0, 1.9], OPEN, "not shown to be within ±1: fedapa: best − last"),
+        ([4, 4.1, 4.2], DISAGREES, "contradicted by fedapa: best − last;"),
+    ],
+)
+def test_fedapa_converges_and_keeps_its_best(drops, verdict, why):
+    there = {"fedapa": [history("fedapa", [50, 90, *[90 - d] * 100], s) for s, d in enumerate(drops)]}
+    found = claims.check("PA7", there)
+    assert found.verdict == verdict and why in found.why and "not converged" not in found.why
+    there["fedapa"][1] = history("fedapa", [50, 90, *[90 - drops[1]] * 99], 1, rounds=101)
+    del there["fedapa"][0], there["fedapa"][1]
+    found = claims.check("PA7", there)
+    assert (found.verdict, found.numbers, found.why) == (OPEN, (), f"1 of 1 runs not converged ({RULE})")
+
+
+def test_one_run_that_still_rises_leaves_it_open():
+    there = {"fedapa": [history("fedapa", [50, 90], s, rounds=102) for s in range(3)]}
+    assert claims.check("PA7", there).verdict == AGREES
+    there["fedapa"][2] = history("fedapa", [*range(20, 71), 80], 2, rounds=102)
+    found = claims.check("PA7", there)
+    assert (found.verdict, found.numbers) == (OPEN, ()) and found.why == f"1 of 3 runs not converged ({RULE})"
+    assert claims.check("PA7", {"fedavg": there["fedapa"]}).verdict == "not tested"
+
+
 # --- the protocols of FedGH's and FedAPA's released code --------------------------------------------------------------
 
 FEDGH = {
@@ -1615,6 +1982,7 @@ GROUPS_OF_FEDAPA = GROUPS | {"capped": None}
         ({"join_ratio": (1.0, 1.0)}, {"join_ratio (1.0, 1.0), the protocol: (0.6, 1.0)"}),
         ({"training": {"epochs": 1, "batch_size": 10}}, {"epochs 1", "batch_size 10"}),
         ({"model": "mlp"}, {"fashion-mnist with mlp, the paper: others"}),
+        ({"model": "lenet5"}, set()),
         ({"settings": {"server_lr": 1e-4}}, {"fedapa's server_lr 0.0001, its default: 0.01"}),
     ],
 )
@@ -1655,6 +2023,19 @@ def test_fedapa_keeps_fedpers_ledger_and_lowers_the_proxy_at_a_small_rate_only()
     for settings in ({"server_lr": 1.0}, {"server_lr": 1e-4, "sign": "paper"}):
         there = {"fedapa": real("fedapa", settings=settings)}
         assert claims.check("PA6", there).verdict == "disagrees at reduced scale"
+
+
+def test_fedapa_beside_fedavg_and_its_own_variants():
+    both = {m: real(m) for m in ("fedapa", "fedavg")}
+    flops, seconds = claims.check("PA2", both).numbers
+    assert flops.values == (0, 0, 0) and flops.holds and min(seconds.values) > 0
+    twice = both | {"fedapa": real("fedapa", epochs=2)}
+    assert "differ in more than the method: training" in claims.check("PA2", twice).why
+    there = {label: real("fedapa", settings=settings) for label, settings in SETTINGS.items()}
+    found = claims.check("PA4", there)
+    assert len(found.numbers) == 4 and found.coverage == "" and "its default" not in found.why
+    alone, whole = found.numbers[0], found.numbers[-1]
+    assert any(alone.values) and any(whole.values)  # the variants are not the same runs
 
 
 def test_fedgh_s_sets_of_real_runs_can_be_compared():

@@ -15,10 +15,12 @@ and initial model, in percentage points, and its interval is the 95 % t interval
 different sets share the seed's number and mostly not the split: pairing them makes no interval too narrow.
 
     above   a − b:  holds if the interval lies above 0, is contradicted if it lies below; else it is within noise
-    close   a − b:  holds if the interval lies within ± MARGIN, is contradicted if it lies wholly outside; else open
+    close   a − b:  holds if the interval lies within ± MARGIN, is contradicted if it lies wholly outside; else open.
+                    Where it is no difference in points, within a margin of its own of what is claimed
     always          must hold in every run. An identity of the ledger is exact: neither scale nor seeds matter
     most            "most methods" are more than half of those that were run, each decided by `above`. Holds if so many
-                    hold; is contradicted if too few would even if all within noise did; else open
+                    hold; is contradicted if too few would even if all within noise did; else open. So are PA1's "most
+                    scenarios", each of which holds if FedAPA is above all others there
     spread          AH14 alone: a standard deviation over seeds is above or below a bound if its 95 % χ² interval is
     none            GH4 alone: no run of FML has converged; contradicted if all have and keep their best; else open
     at most, below  PA6 alone. In every run, over all its updates, the largest change must be at most a bound of
@@ -29,6 +31,7 @@ narrow one. Its margin of 1 point is ours; a 95 % interval is stricter than the 
 90 %. A claim of several comparisons holds if all do, and is contradicted if one is; with many of them the latter
 happens by chance more often than 2.5 % of the time, so read the numbers.
 
+A claim about a method's variants knows them by labels as `evidence.label` makes them, such as "fedapa share=model".
 A claim is checked with those of its methods that were run (in every set, where it compares sets), on the seeds that all
 of these have, in those of its parts that the runs can check. The verdict then says how many of them there were, and
 speaks of no others. A paper's absolute numbers are compared at full scale only, each by `close`; below it only the
@@ -40,11 +43,12 @@ from dataclasses import dataclass
 
 import pandas as pd
 
+from pflkit import evidence
 from pflkit.checks import choice
 from pflkit.claims import fedah, fedah_costs, fedah_sets, fedapa, fedgh
 from pflkit.claims.comparisons import Unchecked, compare, differences, mismatch, mismatch_of_sets
 from pflkit.claims.fedapa import label_similarity
-from pflkit.claims.scale import NUMBERS, falls_short, lacks, values_of
+from pflkit.claims.scale import NUMBERS, falls_short, lacks, named, varied
 
 __all__ = ["CLAIMS", "Verdict", "check", "compare", "differences", "label_similarity", "numbers", "table"]
 
@@ -76,10 +80,11 @@ def check(claim_id, runs):
 
     A seed that one of the methods, or of the sets, lacks is left out of all.
     Methods that the claim does not name are ignored. Raises ValueError for an unknown claim and for runs under another
-    method's name.
+    method's name, or under a label whose settings they do not have.
     """
     claim = CLAIMS[choice("claim_id", claim_id, CLAIMS)]
-    sets, seeds = _on_shared_seeds(_sets(claim, runs))
+    sets, without = _sets(claim, runs)
+    sets, seeds = _on_shared_seeds(sets)
     there = {name for runs in sets.values() for name in runs}
     none = f"none of its methods was run{' in every set' if claim.varies else ''}"
     lacking = _lacking(claim, sets) if there else [none]
@@ -97,29 +102,41 @@ def check(claim_id, runs):
     missing = [name for name in claim.methods if name not in there]
     why += [f"not checked: {part}{reason}" for part, reason in unchecked.items()]
     why += [f"without {', '.join(missing)}"] if missing else []
+    why += [f"left out, of no {claim.varies[0]}: {', '.join(without)}"] if without else []
     why += [seeds] if seeds else []
     why += [claim.remark] if claim.remark and comparisons else []
     why += [ours for name, ours in fedah.OURS.items() if name in there and comparisons and not claim.exact]
     coverage = [f"{len(claim.parts) - len(unchecked)} of {len(claim.parts)} parts"] if unchecked else []
-    coverage += [f"{len(there)} of {len(claim.methods)} methods"] if missing else []
+    coverage += [f"{len(there)} of {len(claim.methods)} {claim.kind}"] if missing else []
     return Verdict(claim.id, claim.text, verdict, "; ".join(why), ", ".join(coverage), comparisons)
 
 
 def _sets(claim, runs):
-    """{set's name: {method: [History]}} of the claim's methods that were run in every set; one set's name is ""."""
+    """({set's name: {method: [History]}} of the claim's methods that were run in every set, the names of sets without a
+    value of what it varies, which are left out); the name of one set is "".
+    """
     sets = runs if claim.varies else {"": runs}
     for name, group in sets.items():
         if not isinstance(group, dict):
             raise ValueError(f"runs[{name!r}]: must be a set, {{method: [History, ...]}}; {claim.id} compares sets")
+    without = [name for name, group in sets.items() if claim.varies and varied(claim, group) is None]
+    sets = {name: group for name, group in sets.items() if name not in without}
     here = [m for m in claim.methods if sets and all(group.get(m) for group in sets.values())]
     sets = {name: {m: list(group[m]) for m in here} for name, group in sets.items()}
     for label, group in sets.items():
         for name, histories in group.items():
             for history in histories:
-                if history.config["method"] != name:
+                if (held := _label(history.config, name)) != name:
                     where = f"[{label!r}]" if claim.varies else ""
-                    raise ValueError(f"runs{where}[{name!r}]: holds a run of {history.config['method']!r}")
-    return sets
+                    raise ValueError(f"runs{where}[{name!r}]: holds a run of {held!r}")
+    return sets, without
+
+
+def _label(config, name):
+    """The label of a configuration: its method, and those of its settings that the label `name` of the method has."""
+    method, settings = named(name)
+    own = {k: config["settings"].get(k) for k in settings} if config["method"] == method else {}
+    return evidence.label({"method": config["method"], "settings": own})
 
 
 def _on_shared_seeds(sets):
@@ -151,7 +168,7 @@ def _lacking(claim, sets):
 
 def _values(claim, sets):
     """{set's name: its value of the key that the claim varies}."""
-    return {name: values_of(next(iter(runs.values()))[0].config).get(claim.varies[0]) for name, runs in sets.items()}
+    return {name: varied(claim, runs) for name, runs in sets.items()}
 
 
 def _measured(claim, sets):

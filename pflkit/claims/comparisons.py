@@ -12,6 +12,7 @@ from pflkit import costs
 from pflkit.checks import choice
 
 MARGIN = 1.0  # points: ours
+NOISY = "seconds of runs that shared their machine, as runs made several at a time do, are noisy"
 
 
 @dataclass(frozen=True)
@@ -97,25 +98,29 @@ def first(name, runs, text="", point=None):
     return ahead([(name, other) for other in runs if other != name], runs, text, point)
 
 
-def count(what, comparisons, least):
+def count(what, comparisons, least, unit="methods"):
     """At least so many of `comparisons`, all of them "above 0", hold; each is decided by its own interval.
 
     Holds if so many do, is contradicted if too few would even if all that are open did, else is open. low: how many
-    hold; high: how many may; a run's value: in how many of them it is above 0. They follow, counted.
+    hold; high: how many may; a run's value: in how many of them it is above 0. They follow, counted. A list among them
+    counts as one, which holds if all in it do and is contradicted if one is.
     """
     if not comparisons:
         return []
-    low, high = sum(c.holds is True for c in comparisons), sum(c.holds is not False for c in comparisons)
-    values = tuple(sum(v > 0 for v in seed) for seed in zip(*(c.values for c in comparisons), strict=True))
+    ones = [one if isinstance(one, list) else [one] for one in comparisons]
+    low = sum(all(c.holds is True for c in one) for one in ones)
+    high = sum(all(c.holds is not False for c in one) for one in ones)
+    up = [[all(v > 0 for v in seed) for seed in zip(*(c.values for c in one), strict=True)] for one in ones]
+    values = tuple(map(sum, zip(*up, strict=True)))
     holds = True if low >= least else False if high < least else None
-    rule, mean = f"at least {least} of {len(comparisons)}", sum(values) / len(values)
-    whole = Comparison(what, "methods", rule, values, mean, low, high, holds)
-    return [whole, *(replace(c, counted=True) for c in comparisons)]
+    rule, mean = f"at least {least} of {len(ones)}", sum(values) / len(values)
+    whole = Comparison(what, unit, rule, values, mean, low, high, holds)
+    return [whole, *(replace(c, counted=True) for one in ones for c in one)]
 
 
-def most(what, comparisons):
+def most(what, comparisons, unit="methods"):
     """More than half of `comparisons` hold."""
-    return count(what, comparisons, len(comparisons) // 2 + 1)
+    return count(what, comparisons, len(comparisons) // 2 + 1, unit)
 
 
 def spread(what, values, rule, than):
@@ -136,6 +141,20 @@ def close(what, values, margin=MARGIN, to=0.0, unit="points"):
     holds = True if to - margin < low and high < to + margin else False if outside else None
     rule = f"within {f'{to:g} ' if to else ''}±{margin:g}"
     return Comparison(what, unit, rule, tuple(values), mean, low, high, holds)
+
+
+def kept(name, runs):
+    """The last round is close to the best one: within ±MARGIN, ours, for "within noise".
+
+    Never below 0, and above it by luck alone: the best is picked.
+    """
+    return [close(f"{name}: best − last", lost(name, runs))] if name in runs else []
+
+
+def lost(name, runs):
+    """Points by which the last round is below the best one."""
+    curves = [history.curve() for history in runs[name]]
+    return [100 * (curve.max() - curve.iloc[-1]) for curve in curves]
 
 
 def always(what, values, rule, unit="bytes"):

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from functools import partial
 
 from pflkit.claims import scale
-from pflkit.claims.comparisons import MARGIN, Unchecked, above, ahead, close, count, first, gaps
+from pflkit.claims.comparisons import MARGIN, Unchecked, above, ahead, close, count, first, gaps, kept, lost
 from pflkit.claims.scale import NUMBERS, Claim, Paper
 from pflkit.training import Training
 
@@ -97,7 +97,7 @@ def _lowest(runs):
     found = _above((name for name in PERSONAL if name != "perfedavg"), "perfedavg", runs)
     if why := scale.unsettled(runs["perfedavg"]):
         return [*found, Unchecked("falls after its peak", *why)]
-    return [*found, above("perfedavg: best − last", _lost("perfedavg", runs), than=MARGIN)]
+    return [*found, above("perfedavg: best − last", lost("perfedavg", runs), than=MARGIN)]
 
 
 def _close(a, b, runs):
@@ -108,20 +108,6 @@ def _close(a, b, runs):
 def _above(names, reference, runs):
     """Each of `names` that was run is above `reference`."""
     return ahead([(name, reference) for name in names], runs)
-
-
-def _kept(name, runs):
-    """The last round is close to the best one: within ±MARGIN, ours, for "within noise".
-
-    Never below 0, and above it by luck alone: the best is picked.
-    """
-    return [close(f"{name}: best − last", _lost(name, runs))] if name in runs else []
-
-
-def _lost(name, runs):
-    """Points by which the last round is below the best one."""
-    curves = [history.curve() for history in runs[name]]
-    return [100 * (curve.max() - curve.iloc[-1]) for curve in curves]
 
 
 CLAIMS = (
@@ -189,7 +175,7 @@ CLAIMS = (
         FEDAH,
         "FedAH keeps its accuracy after convergence",
         ("fedah",),
-        partial(_kept, "fedah"),
+        partial(kept, "fedah"),
         COLUMNS,
         settled=True,
     ),

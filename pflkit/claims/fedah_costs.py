@@ -7,12 +7,11 @@ from itertools import pairwise
 
 from pflkit import costs
 from pflkit.claims import scale
-from pflkit.claims.comparisons import Unchecked, above, always, most, traffic
+from pflkit.claims.comparisons import NOISY, Unchecked, above, always, most, traffic
 from pflkit.claims.fedah import COLUMNS, ELEVEN, FEDAH
 from pflkit.claims.scale import Claim
 
 SLOWEST = (("pfedme",), ("ditto", "perfedavg"), ("fedah",))  # then the rest
-NOISY = "seconds of runs that shared their machine, as runs made several at a time do, are noisy"
 
 
 def _slow(runs):

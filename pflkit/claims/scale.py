@@ -26,26 +26,29 @@ class Paper:
     """What runs must share with a paper's own to reproduce it.
 
     protocol(data set, model, partition): what it fixes, as it stands in a run's configuration. min_size: the most
-    samples that a client of a Dirichlet split may be sure of.
+    samples that a client of a Dirichlet split may be sure of. needs: the method without which no claim of the paper
+    says anything, nor with it alone a claim that names others; "" where there is none.
     """
 
     protocol: Callable
     min_size: float = math.inf
+    needs: str = ""
 
 
 @dataclass(frozen=True)
 class Claim:
     """What a paper says, and what it takes to reproduce it.
 
-    methods: all it speaks of. measure(runs): the comparisons that the runs there are allow, among them an Unchecked for
-    each of its parts that they do not; or a text: why none. settings: the (data set, model) pairs of the paper. parts:
-    where it says several things, each as (text, methods it takes, or None if no run checks it). remark: how to read its
-    numbers. Claims about strong heterogeneity are `skewed`, about what follows convergence `settled`, about the ledger
-    `exact`. endless: the methods whose runs need not converge, for it says that they do not.
+    methods: all it speaks of, or the variants of one, by labels as `evidence.label` makes them. measure(runs): the
+    comparisons that the runs there are allow, among them an Unchecked for each of its parts that they do not; or a
+    text: why none. settings: the (data set, model) pairs of the paper. parts: where it says several things, each as
+    (text, methods it takes, or None if no run checks it). remark: how to read its numbers. Claims about strong
+    heterogeneity are `skewed`, about what follows convergence `settled`, about the ledger `exact`. endless: the methods
+    whose runs need not converge, for it says that they do not.
 
     varies: of a claim that compares sets of runs, the key of the configuration that tells them apart, and others that
-    may differ with it, none else; or a method's setting, as "method setting". Its measure takes {value of that key:
-    runs}, values in order.
+    may differ with it, none else; or a method's setting, as "method setting"; or "scenario", which is `scenario`'s. Its
+    measure takes {value of that key: runs}, values in order. Sets without a value are left out.
     """
 
     id: str
@@ -62,6 +65,21 @@ class Claim:
     varies: tuple = ()
     remark: str = ""
 
+    @property
+    def kind(self):
+        """What its `methods` are, in words."""
+        return "variants" if any(" " in name for name in self.methods) else "methods"
+
+
+def named(label):
+    """(method, {setting: its value as text}) of a label as `evidence.label` makes them.
+
+    >>> named("fedapa server_lr=0.0 share=model")
+    ('fedapa', {'server_lr': '0.0', 'share': 'model'})
+    """
+    method, *settings = label.split()
+    return method, dict(setting.split("=", 1) for setting in settings)
+
 
 def values_of(config):
     """What a protocol fixes or a claim varies, by name, of a configuration; dataset: (data set, model).
@@ -69,9 +87,30 @@ def values_of(config):
     A setting's name is "method setting", so that none is taken for a key of the partition or the training.
     """
     of_data = {"dataset": (config["dataset"]["name"], config["model"]["name"]), "rounds": config["rounds"]}
+    of_data["scenario"] = scenario(config)
     of_clients = {"clients": config["clients"], "join_ratio": tuple(config["join_ratio"])}
     split = config["partition"] | {"partition": config["partition"]["name"]}
     return split | config["training"] | of_data | of_clients | settings_of(config)
+
+
+def scenario(config):
+    """The data set, model and split of a configuration, in words: PA1's. None for a split of neither of its two kinds,
+    by a Dirichlet distribution, or pathological with groups of clients that have the same classes.
+    """
+    split = config["partition"]
+    if split["name"] == "dirichlet":
+        kind = f"Dirichlet({split['beta']:g})"
+    elif split["name"] == "pathological" and split.get("grouped"):
+        kind = f"pathological ({split['classes']} classes)"
+    else:
+        return None
+    return f"{config['dataset']['name']}, {config['model']['name']}, {kind}"
+
+
+def varied(claim, runs):
+    """The value of what the claim varies, in a set {method: [History]}; None without one."""
+    config = next((runs[name][0].config for name in claim.methods if runs.get(name)), None)
+    return config and values_of(config).get(claim.varies[0])
 
 
 def departures(claim, config):
@@ -114,10 +153,11 @@ def falls_short(claim, there):
     if name in data.LOADERS:
         own, default = config["dataset"], data.settings_of(name)
         short += [f"{name}'s {k} {own.get(k)}, its default: {v}" for k, v in default.items() if own.get(k) != v]
-    for method in [n for n in there if n in METHODS]:
-        own, default = there[method][0].config["settings"], asdict(METHODS[method]())
-        default = {k: v for k, v in default.items() if f"{method} {k}" not in claim.varies}
-        short += [f"{method}'s {k} {own.get(k)}, its default: {v}" for k, v in default.items() if own.get(k) != v]
+    for label in there:
+        method, varied_by_label = named(label)
+        own, default = there[label][0].config["settings"], asdict(METHODS[method]()) if method in METHODS else {}
+        default = {k: v for k, v in default.items() if k not in varied_by_label and f"{method} {k}" not in claim.varies}
+        short += [f"{label}'s {k} {own.get(k)}, its default: {v}" for k, v in default.items() if own.get(k) != v]
     if (seeds := min(len(group) for group in there.values())) < 5:
         short.append(f"{seeds} of at least 5 seeds")
     return short + unsettled([h for name, group in there.items() if name not in claim.endless for h in group])
