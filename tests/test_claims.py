@@ -900,7 +900,7 @@ def test_sets_of_evidence_are_checked_alone_and_together(tmp_path):
         ("PA3", ""): "not tested",  # FedPer alone
     }
     (_, none), *_ = report.report(tmp_path, ["AH10"])
-    assert none.why == "no sets that differ in clients alone (there: 20)"
+    assert none.why == "no sets that differ in clients alone"
 
 
 def test_a_claims_own_sets_go_before_others(tmp_path):
@@ -1322,8 +1322,11 @@ def test_a_sweep_is_found_in_one_set_or_in_several(tmp_path):
     labels = "b (fedgh header_lr=0.01), b (fedgh header_lr=10.0)"  # not a's, which has fewer seeds
     assert told(tmp_path / "more", "GH5") == {("GH5", labels): AGREES}
     swept(tmp_path / "none", "a", [None])
-    (_, found), *_ = report.report(tmp_path / "none", ["GH5"])
-    assert found.why == "no sets that differ in fedgh header_lr alone (there: 0.01)"
+    (name, found), *_ = report.report(tmp_path / "none", ["GH5"])
+    assert (name, found.why) == ("a (fedgh)", "one fedgh header_lr only: 0.01")
+    swept(tmp_path / "none", "b", [0.1], rounds=7)
+    (name, found), *_ = report.report(tmp_path / "none", ["GH5"])
+    assert (name, found.why) == ("", "no sets that differ in fedgh header_lr alone")
 
 
 def test_a_sweep_of_other_settings_is_another(tmp_path):
@@ -1685,7 +1688,7 @@ def test_scenarios_of_evidence_are_grouped_by_their_protocol(tmp_path):
     one = {(v.id, names): v.why.split(";")[0] for names, v in report.report(tmp_path, ids)}
     rule = f"3 of 3 runs not converged ({RULE})"
     assert one == {
-        ("PA1", ""): "no sets that differ in scenario alone (there: cifar10, cnn, Dirichlet(0.1))",
+        ("PA1", "fedapa/d"): "one scenario only: cifar10, cnn, Dirichlet(0.1)",
         ("PA2", "fedapa/d"): one["PA2", "fedapa/d"],
         ("PA2", "fedapa/r"): one["PA2", "fedapa/r"],
         ("PA3", ""): "no set with fedapa and another of its methods",
@@ -1700,6 +1703,9 @@ def test_scenarios_of_evidence_are_grouped_by_their_protocol(tmp_path):
     assert none.why == "no set with fedapa and another of its methods"
     (_, none), *_ = report.report(tmp_path / "table1", ["PA7"])
     assert none.why == "no runs"
+    stored(tmp_path / "random", scenarios(r=LEAD))
+    (_, none), *_ = report.report(tmp_path / "random", ["PA1"])
+    assert none.why == "no sets that differ in scenario alone"
 
 
 def test_fedapas_claims_know_the_runs_of_its_protocols():
@@ -1870,11 +1876,12 @@ def test_an_ablation_at_full_scale():
         }
         return claims.check("PA4", there)
 
-    assert (str(at(ABLATED)), at(ABLATED).why) == ("reproduced", "")
+    order = claims.CLAIMS["PA4"].remark
+    assert (str(at(ABLATED)), at(ABLATED).why) == ("reproduced", order)
     assert at(ABLATED | {WHOLE: 91}).verdict == "not reproduced"
-    assert at(ABLATED, training=FEDAPA["training"] | {"epochs": 1}).why == "epochs 1, the protocol: 2"
+    assert at(ABLATED, training=FEDAPA["training"] | {"epochs": 1}).why == f"epochs 1, the protocol: 2; {order}"
     assert str(at(ABLATED, model="cnn")) == "reproduced"
-    assert at(ABLATED, model="resnet18").why == "cifar10 with resnet18, the paper: others"
+    assert at(ABLATED, model="resnet18").why == f"cifar10 with resnet18, the paper: others; {order}"
 
 
 def test_an_ablation_of_evidence_is_found_by_its_labels(tmp_path):

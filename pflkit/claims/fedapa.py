@@ -254,6 +254,8 @@ CLAIMS = (
             ("most of the gain is its", ("fedapa", WHOLE, MEAN)),
             ("sharing only the extractor adds to it", ("fedapa", WHOLE)),
         ),
+        remark="from FedAvg, weights are learned first, then the extractor alone is shared; in the other order, by way "
+        "of FedPer, the gains may be others",
     ),
     Claim(
         "PA5",

@@ -22,14 +22,17 @@ def report(folder=evidence.FOLDER, ids=()):
     Where there are sets of a claim's own data set, model, partition, clients, join ratio and epochs, it is checked with
     them alone, else with all there are. A claim that compares sets is checked with each group of them that differ in
     what it varies; where that is a method's setting, all runs of one value, of whatever folder, are a set of theirs.
-    A claim without sets is "not tested", once; sets without numbers of which the same is said are told together, and
-    those that lack a method without which the paper's claims say nothing are not told at all.
+    A claim without sets, or without a group, is "not tested", once, but a single set for it is told by name; sets
+    without numbers of which the same is said are told together, and those that lack a method without which the paper's
+    claims say nothing are not told at all.
     """
     ids = [choice("id", claim_id, CLAIMS) for claim_id in ids] or list(CLAIMS)
     sets, found = read(folder), []
     for claim in (CLAIMS[claim_id] for claim_id in dict.fromkeys(ids)):
         here = {name: runs for name, runs in _by_setting(claim, sets).items() if _says_something(claim, runs)}
-        groups = _groups(claim, here) if claim.varies else [[name] for name in here]
+        if claim.varies:
+            here = {name: runs for name, runs in here.items() if varied(claim, runs) is not None}
+        groups = _groups(claim, here) if claim.varies and len(here) > 1 else [[name] for name in here]
         groups = [group for group in groups if _own(claim, group, here)] or groups
         told = {}
         for group in groups:
@@ -39,7 +42,7 @@ def report(folder=evidence.FOLDER, ids=()):
             told.setdefault(alike, (verdict, []))[1].append(", ".join(group))
         found += [("; ".join(names), verdict) for verdict, names in told.values()]
         if not groups:
-            found.append(("", Verdict(claim.id, claim.text, "not tested", _nothing(claim, here, sets), "", ())))
+            found.append(("", Verdict(claim.id, claim.text, "not tested", _nothing(claim, sets), "", ())))
     return found
 
 
@@ -97,19 +100,16 @@ def _own(claim, group, sets):
 def _says_something(claim, runs):
     """Whether a set has a method of the claim and, where its paper needs one, that one, and another if it names any."""
     there, needs = {name for name in claim.methods if runs.get(name)}, {claim.paper.needs} - {""}
-    return bool(there) and needs <= there and (there > needs or needs >= set(claim.methods))
+    return there > needs or (bool(there) and needs >= set(claim.methods))
 
 
-def _nothing(claim, here, sets):
-    """Why the claim can be checked with none of the `sets`, nor with those of them that are left for it, `here`."""
-    if here:
-        values = {str(value): None for runs in here.values() if (value := varied(claim, runs)) is not None}
-        there = f" (there: {'; '.join(values)})" if values else ""
-        return f"no sets that differ in {claim.varies[0]} alone{there}"
+def _nothing(claim, sets):
+    """Why the claim can be checked with none of the sets."""
     if not any(runs.get(name) for runs in sets.values() for name in claim.methods):
         return "no runs"
-    others = f" and another of its {claim.kind}" if len(claim.methods) > 1 else ""
-    return f"no set with {claim.paper.needs}{others}"
+    if not any(_says_something(claim, runs) for runs in sets.values()):
+        return f"no set with {claim.paper.needs} and another of its {claim.kind}"
+    return f"no sets that differ in {claim.varies[0]} alone"
 
 
 def _by_setting(claim, sets):
@@ -133,9 +133,7 @@ def _groups(claim, sets):
     """Lists of sets that differ in what the claim varies and nothing else, two values of it at least."""
     alike = {}
     for name, runs in sets.items():
-        if (value := varied(claim, runs)) is None:
-            continue
-        config = _config(claim, runs)
+        config, value = _config(claim, runs), varied(claim, runs)
         settings = settings_of(config, claim.varies) if claim.varies[0] in settings_of(config) else {}
         alike.setdefault(json.dumps([fixed(config, claim.varies), settings], sort_keys=True), {})[name] = value
     return [list(group) for group in alike.values() if len(set(group.values())) > 1]
