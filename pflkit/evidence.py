@@ -140,10 +140,12 @@ def scale(runs):
     return ", ".join([*parts, f"{config['rounds']} rounds", f"{seeds} seed{'s' * (seeds > 1)}"])
 
 
-def code():
-    """Twelve hex digits that change with any file of the package, to name a folder that changed code leaves alone."""
+def code(*about):
+    """Twelve hex digits that change with any file of the package, and with `about`: to name a folder of runs that
+    changed code, or other parameters, leave alone.
+    """
     files = sorted(Path(__file__).parent.rglob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files) + repr(about).encode()).hexdigest()[:12]
 
 
 def root():

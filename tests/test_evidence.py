@@ -241,6 +241,7 @@ def test_the_scale_in_words(quiet, tmp_path):
 def test_the_code_has_a_name(monkeypatch, tmp_path):
     before = evidence.code()
     assert before == evidence.code() and len(before) == 12
+    assert len({before, evidence.code({"rounds": 2}, 3), evidence.code({"rounds": 2}, 4)}) == 3
     monkeypatch.setattr(evidence, "__file__", str(tmp_path / "evidence.py"))
     (tmp_path / "evidence.py").write_text("other")
     assert evidence.code() != before
