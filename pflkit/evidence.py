@@ -58,7 +58,7 @@ def collect(sets, folder=FOLDER, *, jobs=-1, data_root=None, say=print):
 
 
 def play(sets, folder, *, jobs=-1):
-    """{name: {label: [History, one a seed]}} of `sets`, after what is missing of them has been run, as by `collect`.
+    """{name: {label: [History, one a seed]}}, all that is recorded of `sets` when what they lack has been run.
 
     For notebooks: nothing is printed. Raises RuntimeError where experiments failed, with what `collect` says of them.
     """
@@ -154,9 +154,11 @@ def root():
 
 
 def label(arguments):
-    """The method's name, and its settings where they are not the defaults: "fedah", "fedah weight_lr=1.0"."""
+    """The method's name, and the settings given, in the order of its own: "fedah", "fedah weight_lr=1.0"."""
     settings = arguments.get("settings") or {}
     method = arguments.get("method", "fedah")  # as `experiment` has it
+    own = getattr(METHODS.get(method), "__dataclass_fields__", {})
+    settings = {name: settings[name] for name in (*own, *settings) if name in settings}
     return " ".join([method, *(f"{name}={value}" for name, value in settings.items())])
 
 

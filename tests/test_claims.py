@@ -1640,6 +1640,8 @@ def test_random_classes_are_no_scenario():
     assert "left out, of no scenario: r;" in with_random.why and "left out" not in alone.why
     assert claims.check("PA1", scenarios(r=LEAD)).why.startswith("none of its methods was run in every set")
     assert claims.check("PA1", scenarios(d=LEAD, r=LEAD)).why.startswith("one scenario only: cifar10, cnn, Dirichlet")
+    strange = claims.check("PA1", scenarios(d=LEAD, g=LEAD, r={"local": HIGH}))  # a set without its methods is told so
+    assert strange.why.startswith("none of its methods was run in every set") and "left out" not in strange.why
 
 
 def test_the_scenarios_that_are_not_there_are_named():

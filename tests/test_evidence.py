@@ -140,6 +140,14 @@ def test_settings_are_part_of_the_label(quiet, tmp_path):
     assert list(evidence.load(tmp_path / "a")) == ["fedah", "fedah weight_lr=1.0"]
 
 
+def test_the_label_does_not_depend_on_the_order_in_which_settings_are_given():
+    """A claim's variants are known by it."""
+    one, other = {"weights": "uniform", "share": "model"}, {"share": "model", "weights": "uniform"}
+    labels = {evidence.label({"method": "fedapa", "settings": settings}) for settings in (one, other)}
+    assert labels == {"fedapa weights=uniform share=model"} <= set(claims.CLAIMS["PA4"].methods)
+    assert evidence.label({"method": "mine", "settings": {"b": 1, "a": 2}}) == "mine b=1 a=2"
+
+
 def test_claims_take_what_is_read(quiet, tmp_path):
     quiet({"a": arguments("fedper", "fedrep", "fedavg", seeds=3)})
     verdict = claims.check("AH12", evidence.load(tmp_path / "a"))

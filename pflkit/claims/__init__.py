@@ -112,14 +112,15 @@ def check(claim_id, runs):
 
 
 def _sets(claim, runs):
-    """({set's name: {method: [History]}} of the claim's methods that were run in every set, the names of sets without a
-    value of what it varies, which are left out); the name of one set is "".
+    """({set's name: {method: [History]}} of the claim's methods that were run in every set, the names of sets that have
+    some but no value of what it varies, which are left out); the name of one set is "".
     """
     sets = runs if claim.varies else {"": runs}
     for name, group in sets.items():
         if not isinstance(group, dict):
             raise ValueError(f"runs[{name!r}]: must be a set, {{method: [History, ...]}}; {claim.id} compares sets")
-    without = [name for name, group in sets.items() if claim.varies and varied(claim, group) is None]
+    mine = {name: group for name, group in sets.items() if any(map(group.get, claim.methods))}
+    without = [name for name, group in mine.items() if claim.varies and varied(claim, group) is None]
     sets = {name: group for name, group in sets.items() if name not in without}
     here = [m for m in claim.methods if sets and all(group.get(m) for group in sets.values())]
     sets = {name: {m: list(group[m]) for m in here} for name, group in sets.items()}
