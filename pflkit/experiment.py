@@ -20,7 +20,7 @@ from pflkit.checks import boolean, integer
 from pflkit.identity import describe, digest
 from pflkit.methods import make
 
-# cnn, resnet18, fasttext: the FedAH paper; cnn-1 to cnn-5: FedGH's released code; the others ours.
+# cnn, resnet18, fasttext: the FedAH paper; cnn-1 to cnn-5 and lenet5: FedGH's and FedAPA's released code; others ours.
 LR = dict.fromkeys(models.MODELS, 0.05) | dict.fromkeys(models.CNNS, 0.01) | {"cnn": 0.005}
 LR |= {"lenet5": 0.01, "resnet18": 0.01, "fasttext": 0.01}
 IMAGES = ("fashion-mnist", "mnist", "cifar10", "cifar100", "tiny-imagenet")

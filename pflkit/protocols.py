@@ -3,8 +3,8 @@
     fedah("paper")["table1/cifar10-dirichlet"] -> [{"method": "fedah", "dataset": "cifar10", ..., "seed": 0}, ...]
     fedgh("reduced")["fedgh/mixed/cifar10-10clients"], fedapa("reduced")["fedapa/cifar10-dirichlet"] -> likewise
 
-`reduced` is ours, for two CPU cores: fewer samples, rounds and seeds, and one learning rate for all methods of a set.
-What no paper states is ours, too, and said beside it.
+`reduced` is ours, for two CPU cores: fewer samples, rounds and seeds, smaller batches where a paper's are large, and
+one learning rate for all methods of a set. What no paper states is ours, too, and said beside it.
 """
 
 from pflkit.checks import choice
@@ -52,7 +52,7 @@ ABLATION = (
     {"weights": "uniform", "share": "model"},  # as FedAvg
     {"sign": "paper"},
     {"server_lr": 0.0005},  # below 1/λmax of LeNet-5 and 20 clients at the start, 1/1512
-    {"server_lr": 0.002},
+    {"server_lr": 0.002},  # a little above 2/λmax there
     {"self_weight": 1.0},
     {"momentum": 0.9},
     {"sequential": True},

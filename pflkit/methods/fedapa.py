@@ -150,8 +150,8 @@ class FedAPA:
         # Which leaves are trained: `merge` takes no inner products over batch-norm's statistics. It never changes.
         counts = like(theta, list(map(torch.tensor, trained(fed.model, theta))))
         A = one.diag() if self.weights == "learned" else (one / N).repeat(N, 1)
-        rows = {"A": A, "velocity": 0 * one.diag(), "proxy_change": 0 * one}
-        return {"extractors": repeat(theta, N), **rows, "trained": counts}
+        extractors = repeat(theta, N)
+        return {"extractors": extractors, "A": A, "velocity": 0 * A, "proxy_change": 0 * one, "trained": counts}
 
     def client(self, group):
         return group.each_client({} if self.share == "model" else group.init()[1])
