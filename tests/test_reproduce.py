@@ -1,12 +1,17 @@
 """The main job on small notebooks: what fails is told and loses nothing, and committed results stay as they are."""
 
+import base64
+import io
 import os
 import re
 
+import matplotlib.pyplot as plt
 import nbformat
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from PIL import Image
 
 from pflkit import experiment, reproduce
 from pflkit.__main__ import main
@@ -186,3 +191,21 @@ def test_the_environment_is_left_as_it_was(project):
     before = dict(os.environ)
     call("--profile", "smoke")
     assert dict(os.environ) == before
+
+
+def test_pictures_in_executed_copies_are_small_and_still_pictures(tmp_path):
+    """A curve's smooth edges have more than 256 colours with a band behind them; the page looks the same."""
+    figure, ax = plt.subplots()
+    ax.plot(np.sin(np.arange(50)))
+    ax.fill_between(range(50), np.cos(np.arange(50)), alpha=0.3)
+    before = io.BytesIO()
+    figure.savefig(before, format="png")
+    plt.close(figure)
+    picture = nbformat.v4.new_output("display_data", {"image/png": base64.b64encode(before.getvalue()).decode()})
+    cells = [new_code_cell("", outputs=[picture, nbformat.v4.new_output("stream", text="no picture")])]
+    nbformat.write(new_notebook(cells=cells), tmp_path / "one.ipynb")
+    reproduce.tidy(tmp_path / "one.ipynb")
+    after = base64.b64decode(nbformat.read(tmp_path / "one.ipynb", 4).cells[0].outputs[0]["data"]["image/png"])
+    assert len(after) < 0.7 * len(before.getvalue())
+    old, new = (np.asarray(Image.open(f).convert("RGB"), float) for f in (before, io.BytesIO(after)))
+    assert old.shape == new.shape and np.abs(old - new).mean() < 2
