@@ -1,5 +1,6 @@
 """Many clients' steps, each on its own batches: one client by one, or all at once; both take exactly the same steps."""
 
+import functools
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from pflkit import trees
 from pflkit.models import Model, as_trained, trained
@@ -122,11 +124,13 @@ def all_at_once(d, check):
     check: compare the first step's losses, gradients and buffers with those of each client by itself, and raise
     RuntimeError where they differ, for torch.vmap is wrong here and there (it forgets an embedding's `padding_idx`).
 
-    Within an epoch the full batches go first, the clients with most of them on top, so that those still training are
-    the first rows of the stack; then the short last batches, those of one size together. So nothing is masked or
-    padded, and who has finished is not touched.
+    Within an epoch the clients with most batches are on top, so that those still training are the first rows of the
+    stack. With a loss `for_many` a client's short last batch is filled up with samples that do not count; else all full
+    batches go first, then the short ones, those of one size together, so that nothing is masked or padded. Who has
+    finished is not touched.
     """
-    (x, y), n = map(torch.cat, zip(*d.data, strict=True)), np.array([len(y) for _, y in d.data])
+    nobody = d.data[0][0].new_zeros(1, *d.data[0][0].shape[1:]), d.data[0][1].new_full((1,), -100)
+    (x, y), n = map(torch.cat, zip(*d.data, nobody, strict=True)), np.array([len(y) for _, y in d.data])
     first, size, epochs, C = np.cumsum(n) - n, d.rule.batch_size, np.array(d.epochs), len(n)
     whole = [leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in trees.leaves(d.params)]
     velocity = [torch.zeros_like(t) for t in d.moving(trees.like(d.params, whole))] if d.rule.momentum else []
@@ -144,6 +148,27 @@ def all_at_once(d, check):
         recorded = {name: torch.as_tensor(t, device=y.device) for name, t in {"loss": value, **extras}.items()}
         return recorded, [t.detach() for t in trees.leaves(stepped)]
 
+    def of_many(own, x, y, still):
+        """Of all clients, by a loss `for_many`, without torch.vmap."""
+        value, extras = value_and_extras(d.loss(d.model, own, (x[:, 0], y[:, 0]), *still))
+        if value.shape != y.shape[:1]:
+            raise NotImplementedError(f"a loss for many that gives {tuple(value.shape)}")
+        return {"loss": value, **extras}, []
+
+    def for_many():
+        """Whether the loss, and what of the model it calls, can do with many clients: asked of a single sample."""
+        if not getattr(d.loss, "for_many", False):
+            return False
+        try:
+            first_of = functools.partial(trees.tree_map, lambda t: t[:1])
+            one, still = first_of(d.params), d.still(first_of)
+            with torch.no_grad():
+                of_many(one, x[None, None, :1], y[None, None, :1], still)
+        except NotImplementedError:
+            return False
+        return True
+
+    many = for_many()
     of_all = torch.vmap(values)
 
     def changes(found, leaves):
@@ -156,10 +181,12 @@ def all_at_once(d, check):
         own = [t[j].detach().clone().requires_grad_(t.requires_grad) for t in leaves]
         return changes(values(own, x[batch[j]], y[batch[j]], [[t[j] for t in f] for f in still]), own)
 
-    def train(rows, batches):
-        """Steps of the clients `rows`; batches[k] [P, draws, B] are samples of the first P of them, P never growing."""
+    def train(rows, batches, sizes):
+        """Steps of the clients `rows`; batches[k] [P, draws, B] are samples of the first P of them, P never growing;
+        sizes [steps, clients]: how many of these count.
+        """
         nonlocal check
-        at, width = torch.from_numpy(rows).to(y.device), None
+        at, width, seen = torch.from_numpy(rows).to(y.device), None, []
         learns = [moves and d.step is None for moves in d.trained]
         own, speeds = [t[at] for t in whole], [t[at] for t in velocity]
         anchors = [trees.pick(t, at) for t in d.moving(d.pull[0])] if d.pull else []
@@ -171,8 +198,11 @@ def all_at_once(d, check):
                 moving = [t for t in leaves if t.requires_grad]
                 speed, still = [t[:width] for t in speeds], [[t[:width] for t in f] for f in stills]
                 pull = d.pull and ([t[:width] for t in anchors], d.pull[1])
+                tree, parts = trees.like(d.params, leaves), iter(still)
+                fixed = d.still(lambda f, parts=parts: trees.like(f, next(parts)))
             expected = [alone(j, leaves, batch, still) for j in range(width)] if check else []
-            found = of_all(leaves, x[batch], y[batch], still)
+            inputs = x[batch], y[batch]
+            found = of_many(tree, *inputs, fixed) if many else of_all(leaves, *inputs, still)
             (loss, *new), check = changes(found, leaves), False
             for j, of_client in enumerate(expected):
                 before = [0, *(t[j].double() if d.step else 0 for t in leaves)]
@@ -182,37 +212,44 @@ def all_at_once(d, check):
             else:
                 for old, t in zip(leaves, [t.clone() for t in new], strict=True):  # one may be another's old value
                     old.copy_(t)
-            size_of_each = batch.shape[2]
-            for name, value in found[0].items():
-                total = sums.setdefault(name, torch.zeros(C, dtype=torch.float64, device=y.device))
-                total.index_add_(0, at[:width], value.detach().double(), alpha=size_of_each)
-                counts.setdefault(name, np.zeros(C))[rows[:width]] += size_of_each
-            samples[rows[:width]] += size_of_each
+            seen.append(found[0])
+        for name in seen[0]:
+            values_of, weights = [step[name].detach() for step in seen], torch.from_numpy(sizes).to(y.device)
+            wide = torch.stack([F.pad(v, (0, len(rows) - len(v))) for v in values_of])
+            total = sums.setdefault(name, torch.zeros(C, dtype=torch.float64, device=y.device))
+            total.index_add_(0, at, (wide.double() * weights).sum(0))
+            counts.setdefault(name, np.zeros(C))[rows] += sizes.sum(0)
+        samples[rows] += sizes.sum(0)
         for t, new in zip(whole + velocity, own + speeds, strict=True):
             t[at] = new
 
     running = np.arange(C)
     for epoch in range(epochs.max()):
         running = running[epochs[running] > epoch]
-        running = running[np.argsort(-(n[running] // size), kind="stable")]
+        steps = n[running] // size if d.rule.drop_last or not many else -(-n[running] // size)
+        running, steps = (part[np.argsort(-steps, kind="stable")] for part in (running, steps))
         orders = {i: first[i] + np.stack([d.order(i, epoch, k) for k in range(d.draws)]) for i in running.tolist()}
-        full, short = n[running] // size, n[running] % size
         before, started = sums["loss"].clone() if sums else 0, samples.copy()
         if d.skip_singles and size == 1:
-            skipped[running] += full
-        elif full.max(initial=0):
-            table = np.zeros((full[0], len(running), d.draws, size), dtype=np.int64)
+            skipped[running] += steps
+        elif steps.max(initial=0):
+            table = np.full((len(running), d.draws, steps[0] * size), len(y) - 1, dtype=np.int64)
             for j, i in enumerate(running.tolist()):
-                table[: full[j], j] = orders[i][:, : full[j] * size].reshape(d.draws, -1, size).swapaxes(0, 1)
-            widths = (full > np.arange(full[0])[:, None]).sum(1).tolist()
-            steps = torch.from_numpy(table).to(y.device)
-            train(running, [step[:width] for step, width in zip(steps, widths, strict=True)])
-        for length in [] if d.rule.drop_last else np.unique(short[short > 0]).tolist():
+                used = min(n[i], steps[j] * size)
+                table[j, :, :used] = orders[i][:, :used]
+            batches = torch.from_numpy(table).to(y.device).unflatten(2, (steps[0], size)).permute(2, 0, 1, 3)
+            widths = (steps > np.arange(steps[0])[:, None]).sum(1)
+            sizes = np.clip(n[running] - size * np.arange(steps[0])[:, None], 0, size)
+            sizes *= np.arange(len(running)) < widths[:, None]
+            train(running, [batch[:width] for batch, width in zip(batches, widths.tolist(), strict=True)], sizes)
+        short = np.zeros_like(steps) if d.rule.drop_last or many else n[running] % size
+        for length in np.unique(short[short > 0]).tolist():
             rows = running[short == length]
             if d.skip_singles and length == 1:
                 skipped[rows] += 1
             else:
-                train(rows, [torch.from_numpy(np.stack([orders[i][:, -length:] for i in rows.tolist()])).to(y.device)])
+                last = torch.from_numpy(np.stack([orders[i][:, -length:] for i in rows.tolist()])).to(y.device)
+                train(rows, [last], np.full((1, len(rows)), length))
         if d.until is not None and sums:
             stepped = samples - started
             mean = ((sums["loss"] - before).cpu().numpy() / np.maximum(stepped, 1)).tolist()
@@ -233,7 +270,7 @@ def _compare(stacked, alone, before):
         a, b = a.detach().double(), b.detach().double()
         allowed = (1e-3 * (b - old).abs()).maximum(1e-6 * b.abs().clamp(min=1))
         if b.isfinite().all() and b.numel() and not (a - b).abs().max() <= allowed.max():
-            raise RuntimeError("torch.vmap gives other numbers than each client by itself")
+            raise RuntimeError("stacked, it gives other numbers than each client by itself")
 
 
 def slope(model, loss, params, batch, *fixed):

@@ -51,17 +51,46 @@ def _padded(layer, x):
     return embedding(x, layer.weight, layer.padding_idx)
 
 
+def cross_entropy(logits, y):
+    """The mean cross-entropy of ONE client's logits [B, K] for labels y [B]; of C clients', [C, B, K] and [C, B]: [C].
+
+    Samples with the label -100 do not count: they fill up batches that are shorter than others.
+    """
+    if y.ndim == 1:
+        return F.cross_entropy(logits, y)
+    each = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
+    return each.sum(1) / (y >= 0).sum(1)
+
+
+def for_many(loss):
+    """Marks a loss of ONE client that gives the losses [C] of C clients, if all it gets has a client axis in front.
+
+    So does one that is `cross_entropy`, above, of what a model's extract, classify and predict give, by trees that may
+    be mixed element by element. Stacked clients train on it without torch.vmap, which takes several times as long.
+    """
+    loss.for_many = True
+    return loss
+
+
+def linear(x, weight, bias):
+    """A linear layer's outputs of x [B, in], or, with C clients' weights [C, out, in], of x [C, B, in]."""
+    if weight.ndim == 2:
+        return F.linear(x, weight, bias)
+    return torch.bmm(x, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
+
+
 LAYERS = {  # the layers of the bundled models, with the settings that occur there
     nn.Conv2d: lambda layer, p, n, x: F.conv2d(
         x, p[n + ".weight"], p[n + ".bias"], layer.stride, layer.padding, layer.dilation, layer.groups
     ),
-    nn.Linear: lambda layer, p, n, x: F.linear(x, p[n + ".weight"], p[n + ".bias"]),
+    nn.Linear: lambda layer, p, n, x: linear(x, p[n + ".weight"], p[n + ".bias"]),
     nn.Embedding: lambda layer, p, n, x: embedding(x, p[n + ".weight"], layer.padding_idx),
     Mean: lambda layer, p, n, x: x.mean(1),
     nn.MaxPool2d: lambda layer, p, n, x: F.max_pool2d(x, layer.kernel_size, layer.stride),
     nn.ReLU: lambda layer, p, n, x: F.relu(x),
     nn.Flatten: lambda layer, p, n, x: x.flatten(1),
 }
+MANY = {nn.Linear: LAYERS[nn.Linear], nn.ReLU: LAYERS[nn.ReLU], nn.Flatten: lambda layer, p, n, x: x.flatten(2)}
 
 
 class Part:
@@ -70,6 +99,9 @@ class Part:
     A linear layer, or the chain of layers of a bundled model (`plain`), is run by torch.nn.functional. Any other module
     is called through torch.func.functional_call on a copy of its own in each thread: threads sharing a module mix up
     their parameters.
+
+    part(params [C, ...], x [C, B, ...]) is of C clients, where the layers are linear ones and ReLU (MANY);
+    NotImplementedError for others.
     """
 
     def __init__(self, module, plain=False):
@@ -78,15 +110,22 @@ class Part:
         kinds = {type(m) for m in module.modules()}
         self.batch_norm = any(issubclass(k, nn.modules.batchnorm._BatchNorm) for k in kinds)
         self.dropout = any(issubclass(k, nn.modules.dropout._DropoutNd) for k in kinds)
+        self.first = next(((name, t.ndim) for name, t in module.named_parameters()), None)
+        self.layers = list(module.named_children())
         self._copies = threading.local()
 
     def __call__(self, params, x):
         if type(self.module) is nn.Linear:
-            return F.linear(x, params["weight"], params.get("bias"))
+            return linear(x, params["weight"], params.get("bias"))
+        layers = MANY if self.first and params[self.first[0]].ndim > self.first[1] else LAYERS
         if self.plain:
-            for name, layer in self.module.named_children():
-                x = LAYERS[type(layer)](layer, params, name, x)
+            for name, layer in self.layers:
+                if type(layer) not in layers:
+                    raise NotImplementedError(f"{type(layer).__name__} of many clients")
+                x = layers[type(layer)](layer, params, name, x)
             return x
+        if layers is MANY:
+            raise NotImplementedError(f"{type(self.module).__name__} of many clients")
         if not hasattr(self._copies, "module"):
             self._copies.module = copy.deepcopy(self.module)
             for layer in self._copies.module.modules():

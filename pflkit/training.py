@@ -26,6 +26,10 @@ from pflkit.messages import Rows
 from pflkit.models import Model, Pair, as_trained, trained
 from pflkit.streams import GLOBAL, rng, torch_seed
 
+# Narrower stacks, and those of more trained numbers a client, lost to a loop on a CPU. Steps that take gradients by
+# torch.func pay its price in a loop too, so for them it takes fewer clients; and losses for many do without torch.vmap.
+WIDTH = {"stacked": 8, "stacked steps": 4, "stacked for many": 3}
+NUMBERS = {"stacked": 20_000, "stacked steps": 20_000, "stacked for many": 40_000}
 ROWS = 100  # samples a forward pass without gradients takes at once: the fastest size measured on a CPU
 
 
@@ -64,15 +68,11 @@ class Engine:
     torch.get_num_threads(), so OMP_NUM_THREADS and torch.set_num_threads limit it. Inside, each client's arithmetic
     always runs on one intra-op thread: on small models more of them are slower, and the numbers would change with them.
 
-    Stacked, a step of all clients takes no more calls than a step of one, but four times the time a call: on a CPU that
-    pays off for many clients with small models, not for convolutions. Models with dropout, which draws from torch's one
-    global generator, train in a loop; a loss or model that torch.vmap refuses (it asks for a value, as in
-    `if x.max() > 0`) trains client by client, with one warning.
+    Stacked, a step of all clients takes no more calls than a step of one, but four times the time a call, less if the
+    loss is `for_many`: on a CPU that pays off for many clients with small models, not for convolutions. Models with
+    dropout, which draws from torch's one global generator, train in a loop; a loss or model that torch.vmap refuses (it
+    asks for a value, as in `if x.max() > 0`) trains client by client, with one warning.
     """
-
-    # Narrower stacks, and those of more numbers a client, lost to a loop on a CPU. Steps that take gradients by
-    # torch.func pay its price in a loop too, so for them it takes fewer clients.
-    WIDTH, STEPS, NUMBERS = 8, 4, 20_000
 
     def __init__(self, name="auto", model=None, device="cpu", width=1.0):
         self.wanted = choice("engine", name, ("auto", "loop", "threads", "stacked"))
@@ -85,24 +85,23 @@ class Engine:
                 warnings.warn(f"model={model.name!r}: has dropout, so its clients train in a loop", stacklevel=2)
             self.name = self.wanted = "loop"
 
-    def may_stack(self, least=WIDTH):
-        """Whether any training is stacked that needs stacks of `least` clients."""
-        return self.wanted == "stacked" or (self.wanted == "auto" and self.width >= least)
+    def may_stack(self, kind):
+        """Whether training of a `kind`, a key of WIDTH, is stacked at all."""
+        return self.wanted == "stacked" or (self.wanted == "auto" and self.width >= WIDTH[kind])
 
     def names(self):
         """What a run's result depends on, if only by rounding."""
         if self.wanted == "stacked":
             return ["all stacked"]
-        widths = {"stacked": self.WIDTH, "stacked steps": self.STEPS}
-        return [self.name, *(name for name, least in widths.items() if self.may_stack(least))]
+        return [self.name, *filter(self.may_stack, WIDTH)]
 
-    def stacks(self, loss, model, numbers, vectors, least=WIDTH):
-        """Whether clients train all at once on `loss`: `numbers` trained ones each; vectors: inputs are [B, r]; least:
-        as for may_stack.
+    def stacks(self, kind, loss, model, numbers, vectors):
+        """Whether clients train all at once on `loss`, training of a `kind`: `numbers` trained ones each; vectors:
+        inputs are [B, r].
         """
-        small = numbers <= self.NUMBERS and (vectors or not self.convolutional)
+        small = numbers <= NUMBERS[kind] and (vectors or not self.convolutional)
         helps = self.wanted == "stacked" or small or not self.on_cpu
-        return self.may_stack(least) and helps and (loss, model) not in self.refused
+        return self.may_stack(kind) and helps and (loss, model) not in self.refused
 
     def each(self, f, sizes):
         """f(i) for every client i, the largest `sizes[i]` first. The first exception of any client is raised."""
@@ -236,14 +235,15 @@ class Clients:
         """The descent by the engine that suits it: (trained tree, mean values, samples, skipped batches)."""
         what, features = descent.step or descent.loss, isinstance(self.data, _Later)
         train = np.flatnonzero(descent.epochs).tolist()
-        least = Engine.WIDTH if descent.step is None else Engine.STEPS
-        if features and self.engine.may_stack(least):
+        kind = "stacked steps" if descent.step else "stacked"
+        if self.model.plain and getattr(descent.loss, "for_many", False):
+            kind = "stacked for many"
+        if features and self.engine.may_stack(kind):
             self.engine.each(lambda j: self.data[train[j]], self.n[train])
         vectors = features and self.data.complete(train) and self.data[train[0]][0].ndim == 2
         refusal = None
-        if self.engine.stacks(
-            what, self.model, sum(t[0].numel() for t in descent.moving(descent.params)), vectors, least
-        ):
+        numbers = sum(t[0].numel() for t in descent.moving(descent.params))
+        if self.engine.stacks(kind, what, self.model, numbers, vectors):
             try:
                 nothing = tuple(t[:0] for t in self.data[train[0]])
                 data = [self.data[i] if number else nothing for i, number in enumerate(descent.epochs)]
@@ -468,7 +468,9 @@ class Clients:
         self._work.append(((self.model, work), lambda data=self.data: data[0][0].shape[1:], step, samples))
 
     def _record(self, phase, seen, out):
-        finite = np.array([all(bool(t[i].isfinite().all()) for t in trees.leaves(out)) for i in range(len(seen))])
+        finite = np.ones(len(seen), dtype=bool)
+        for t in trees.leaves(out):
+            finite &= t.isfinite().view(len(t), -1).all(1).cpu().numpy() if t.numel() else True
         for name in sorted({name for values in seen for name in values}):
             means = np.array([float(values.get(name, np.nan)) for values in seen])
             self.log[phase if name == "loss" else f"{phase}.{name}"] = means
