@@ -1,6 +1,5 @@
-"""Many clients' steps, each on its own batches: one client by one, or all at once; both take exactly the same steps."""
+"""Many clients' steps, each on its own batches, and how they are taken one client by one (`stack`: all at once)."""
 
-import functools
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from pflkit import trees
 from pflkit.models import Model, as_trained, trained
@@ -91,9 +89,9 @@ def one_by_one(d, each, dropout):
             for drawn in batches(i, epoch):
                 if d.step is None:
                     value, extras = value_and_extras(d.loss(d.model, own, drawn[0], *still))
-                    velocity = _step(d, moving, _gradients(value, moving), velocity, pull)
+                    velocity = sgd_step(d, moving, gradients(value, moving), velocity, pull)
                 else:
-                    stepped, value, extras = _stepped(d, own, drawn, still)
+                    stepped, value, extras = step_of(d, own, drawn, still)
                     # In new memory, for a step may return what it was given; laid out as the old.
                     own = trees.tree_map(lambda old, new: torch.empty_like(old).copy_(new.detach()), own, stepped)
                 sizes.append(len(drawn[0][1]))
@@ -115,162 +113,6 @@ def one_by_one(d, each, dropout):
 
     each(in_context)
     return out, seen, samples, skipped
-
-
-@torch.enable_grad()
-def all_at_once(d, check):
-    """The same as `one_by_one`: a step of many clients is one step on tensors with a client axis, by torch.vmap.
-
-    check: compare the first step's losses, gradients and buffers with those of each client by itself, and raise
-    RuntimeError where they differ, for torch.vmap is wrong here and there (it forgets an embedding's `padding_idx`).
-
-    Within an epoch the clients with most batches are on top, so that those still training are the first rows of the
-    stack. With a loss `for_many` a client's short last batch is filled up with samples that do not count; else all full
-    batches go first, then the short ones, those of one size together, so that nothing is masked or padded. Who has
-    finished is not touched.
-    """
-    nobody = d.data[0][0].new_zeros(1, *d.data[0][0].shape[1:]), d.data[0][1].new_full((1,), -100)
-    (x, y), n = map(torch.cat, zip(*d.data, nobody, strict=True)), np.array([len(y) for _, y in d.data])
-    first, size, epochs, C = np.cumsum(n) - n, d.rule.batch_size, np.array(d.epochs), len(n)
-    whole = [leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in trees.leaves(d.params)]
-    velocity = [torch.zeros_like(t) for t in d.moving(trees.like(d.params, whole))] if d.rule.momentum else []
-    sums, counts, samples, skipped, means = {}, {}, np.zeros(C), np.zeros(C), [[] for _ in n]
-
-    def values(leaves, x, y, still):
-        """One client's loss and extras, and its leaves after a step that is not SGD."""
-        still, own = iter(still), as_trained(trees.like(d.params, leaves))
-        still = d.still(lambda f: trees.like(f, next(still)))
-        stepped = ()
-        if d.step is None:
-            value, extras = value_and_extras(d.loss(d.model, own, (x[0], y[0]), *still))
-        else:
-            stepped, value, extras = _stepped(d, own, tuple(zip(x.unbind(), y.unbind(), strict=True)), still)
-        recorded = {name: torch.as_tensor(t, device=y.device) for name, t in {"loss": value, **extras}.items()}
-        return recorded, [t.detach() for t in trees.leaves(stepped)]
-
-    def of_many(own, x, y, still):
-        """Of all clients, by a loss `for_many`, without torch.vmap."""
-        value, extras = value_and_extras(d.loss(d.model, own, (x[:, 0], y[:, 0]), *still))
-        if value.shape != y.shape[:1]:
-            raise NotImplementedError(f"a loss for many that gives {tuple(value.shape)}")
-        return {"loss": value, **extras}, []
-
-    def for_many():
-        """Whether the loss, and what of the model it calls, can do with many clients: asked of a single sample."""
-        if not getattr(d.loss, "for_many", False):
-            return False
-        try:
-            first_of = functools.partial(trees.tree_map, lambda t: t[:1])
-            one, still = first_of(d.params), d.still(first_of)
-            with torch.no_grad():
-                of_many(one, x[None, None, :1], y[None, None, :1], still)
-        except NotImplementedError:
-            return False
-        return True
-
-    many = for_many()
-    of_all = torch.vmap(values)
-
-    def changes(found, leaves):
-        """A step's loss, and what it is made of: gradients and the leaves not trained; or all leaves after it."""
-        moving, loss = [t for t in leaves if t.requires_grad], found[0]["loss"]
-        return [loss, *(found[1] or _gradients(loss.sum(), moving) + [t for t in leaves if not t.requires_grad])]
-
-    def alone(j, leaves, batch, still):
-        """The changes of the j-th client by itself."""
-        own = [t[j].detach().clone().requires_grad_(t.requires_grad) for t in leaves]
-        return changes(values(own, x[batch[j]], y[batch[j]], [[t[j] for t in f] for f in still]), own)
-
-    def train(rows, batches, sizes):
-        """Steps of the clients `rows`; batches[k] [P, draws, B] are samples of the first P of them, P never growing;
-        sizes [steps, clients]: how many of these count.
-        """
-        nonlocal check
-        at, width, seen = torch.from_numpy(rows).to(y.device), None, []
-        learns = [moves and d.step is None for moves in d.trained]
-        own, speeds = [t[at] for t in whole], [t[at] for t in velocity]
-        anchors = [trees.pick(t, at) for t in d.moving(d.pull[0])] if d.pull else []
-        stills = [[trees.pick(t, at) for t in trees.leaves(f)] for f in d.fixed if not isinstance(f, numbers.Real)]
-        for batch in batches:
-            if len(batch) != width:
-                width = len(batch)
-                leaves = [t[:width].detach().requires_grad_(moves) for t, moves in zip(own, learns, strict=True)]
-                moving = [t for t in leaves if t.requires_grad]
-                speed, still = [t[:width] for t in speeds], [[t[:width] for t in f] for f in stills]
-                pull = d.pull and ([t[:width] for t in anchors], d.pull[1])
-                tree, parts = trees.like(d.params, leaves), iter(still)
-                fixed = d.still(lambda f, parts=parts: trees.like(f, next(parts)))
-            expected = [alone(j, leaves, batch, still) for j in range(width)] if check else []
-            inputs = x[batch], y[batch]
-            found = of_many(tree, *inputs, fixed) if many else of_all(leaves, *inputs, still)
-            (loss, *new), check = changes(found, leaves), False
-            for j, of_client in enumerate(expected):
-                before = [0, *(t[j].double() if d.step else 0 for t in leaves)]
-                _compare([loss[j], *(t[j] for t in new)], of_client, before)
-            if d.step is None:
-                _step(d, moving, new[: len(moving)], speed, pull, stacked=True)
-            else:
-                for old, t in zip(leaves, [t.clone() for t in new], strict=True):  # one may be another's old value
-                    old.copy_(t)
-            seen.append(found[0])
-        for name in seen[0]:
-            values_of, weights = [step[name].detach() for step in seen], torch.from_numpy(sizes).to(y.device)
-            wide = torch.stack([F.pad(v, (0, len(rows) - len(v))) for v in values_of])
-            total = sums.setdefault(name, torch.zeros(C, dtype=torch.float64, device=y.device))
-            total.index_add_(0, at, (wide.double() * weights).sum(0))
-            counts.setdefault(name, np.zeros(C))[rows] += sizes.sum(0)
-        samples[rows] += sizes.sum(0)
-        for t, new in zip(whole + velocity, own + speeds, strict=True):
-            t[at] = new
-
-    running = np.arange(C)
-    for epoch in range(epochs.max()):
-        running = running[epochs[running] > epoch]
-        steps = n[running] // size if d.rule.drop_last or not many else -(-n[running] // size)
-        running, steps = (part[np.argsort(-steps, kind="stable")] for part in (running, steps))
-        orders = {i: first[i] + np.stack([d.order(i, epoch, k) for k in range(d.draws)]) for i in running.tolist()}
-        before, started = sums["loss"].clone() if sums else 0, samples.copy()
-        if d.skip_singles and size == 1:
-            skipped[running] += steps
-        elif steps.max(initial=0):
-            table = np.full((len(running), d.draws, steps[0] * size), len(y) - 1, dtype=np.int64)
-            for j, i in enumerate(running.tolist()):
-                used = min(n[i], steps[j] * size)
-                table[j, :, :used] = orders[i][:, :used]
-            batches = torch.from_numpy(table).to(y.device).unflatten(2, (steps[0], size)).permute(2, 0, 1, 3)
-            widths = (steps > np.arange(steps[0])[:, None]).sum(1)
-            sizes = np.clip(n[running] - size * np.arange(steps[0])[:, None], 0, size)
-            sizes *= np.arange(len(running)) < widths[:, None]
-            train(running, [batch[:width] for batch, width in zip(batches, widths.tolist(), strict=True)], sizes)
-        short = np.zeros_like(steps) if d.rule.drop_last or many else n[running] % size
-        for length in np.unique(short[short > 0]).tolist():
-            rows = running[short == length]
-            if d.skip_singles and length == 1:
-                skipped[rows] += 1
-            else:
-                last = torch.from_numpy(np.stack([orders[i][:, -length:] for i in rows.tolist()])).to(y.device)
-                train(rows, [last], np.full((1, len(rows)), length))
-        if d.until is not None and sums:
-            stepped = samples - started
-            mean = ((sums["loss"] - before).cpu().numpy() / np.maximum(stepped, 1)).tolist()
-            for i in np.flatnonzero(stepped).tolist():
-                means[i].append(mean[i])
-            running = np.array([i for i in running if not stepped[i] or not d.until(means[i])], dtype=np.int64)
-    found = {name: (total.cpu().numpy() / np.maximum(counts[name], 1)).tolist() for name, total in sums.items()}
-    seen = [{name: mean[i] for name, mean in found.items() if counts[name][i]} for i in range(C)]
-    return trees.like(d.params, whole), seen, samples, skipped
-
-
-def _compare(stacked, alone, before):
-    """Raises RuntimeError where one client's tensors differ by more than the rounding of float32.
-
-    before: of steps, what they began with, for it is their change that is judged, which may be small; else 0.
-    """
-    for a, b, old in zip(stacked, alone, before, strict=True):
-        a, b = a.detach().double(), b.detach().double()
-        allowed = (1e-3 * (b - old).abs()).maximum(1e-6 * b.abs().clamp(min=1))
-        if b.isfinite().all() and b.numel() and not (a - b).abs().max() <= allowed.max():
-            raise RuntimeError("stacked, it gives other numbers than each client by itself")
 
 
 def slope(model, loss, params, batch, *fixed):
@@ -300,7 +142,7 @@ def value_and_slope(model, loss, params, batch, *fixed):
     return given, trees.like(params, gradient), trees.like(params, after)
 
 
-def _stepped(d, own, batches, still):
+def step_of(d, own, batches, still):
     """One client's state after a step that is not SGD, its loss and named extras. ValueError for what is no such."""
     given, name = d.step(d.model, own, batches, *still), getattr(d.step, "__name__", d.step)
     if not isinstance(given, tuple) or len(given) != 2:
@@ -317,13 +159,14 @@ def value_and_extras(given):
     return given if isinstance(given, tuple) else (given, {})
 
 
-def _gradients(value, moving):
+def gradients(value, moving):
+    """The gradients of a scalar in the tensors `moving`; 0 for those that it does not depend on."""
     found = torch.autograd.grad(value, moving, allow_unused=True)
     return [torch.zeros_like(p) if g is None else g for p, g in zip(moving, found, strict=True)]
 
 
 @torch.no_grad()
-def _step(d, moving, grads, velocity, pull, stacked=False):
+def sgd_step(d, moving, grads, velocity, pull, stacked=False):
     """One SGD step of the tensors `moving`, in place; returns the momentum's velocity. pull: (anchors, mu), or None.
 
     stacked: every tensor has a client axis, and the step is each client's own.

@@ -21,15 +21,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pflkit import trees
 from pflkit.checks import boolean, choice, integer, real
-from pflkit.descent import Descent, all_at_once, one_by_one, own_copy, slope, value_and_extras
+from pflkit.descent import Descent, one_by_one, own_copy, slope, value_and_extras
+from pflkit.graphs import Graphs
 from pflkit.messages import Rows
 from pflkit.models import Model, Pair, as_trained, trained
+from pflkit.stack import all_at_once, in_turns
 from pflkit.streams import GLOBAL, rng, torch_seed
 
 # Narrower stacks, and those of more trained numbers a client, lost to a loop on a CPU. Steps that take gradients by
 # torch.func pay its price in a loop too, so for them it takes fewer clients; and losses for many do without torch.vmap.
 WIDTH = {"stacked": 8, "stacked steps": 4, "stacked for many": 3}
 NUMBERS = {"stacked": 20_000, "stacked steps": 20_000, "stacked for many": 40_000}
+COPIES = 6  # of a client's trained numbers a stack holds at most; as much again is left for what its layers make
 ROWS = 100  # samples a forward pass without gradients takes at once: the fastest size measured on a CPU
 
 
@@ -76,10 +79,12 @@ class Engine:
 
     def __init__(self, name="auto", model=None, device="cpu", width=1.0):
         self.wanted = choice("engine", name, ("auto", "loop", "threads", "stacked"))
-        self.width, self.on_cpu = width, torch.device(device).type == "cpu"
+        self.width, self.device = width, torch.device(device)
+        self.on_cpu = self.device.type == "cpu"
         self.convolutional = model is not None and model.convolutional
         self.name = name if name in ("loop", "threads") else "threads" if self.convolutional and self.on_cpu else "loop"
         self.checked, self.refused = set(), set()  # (loss, model) that can be stacked, and that cannot
+        self.graphs = None if self.on_cpu else Graphs()
         if model is not None and model.dropout:
             if name == "stacked":
                 warnings.warn(f"model={model.name!r}: has dropout, so its clients train in a loop", stacklevel=2)
@@ -102,6 +107,13 @@ class Engine:
         small = numbers <= NUMBERS[kind] and (vectors or not self.convolutional)
         helps = self.wanted == "stacked" or small or not self.on_cpu
         return self.may_stack(kind) and helps and (loss, model) not in self.refused
+
+    def room(self, numbers):
+        """How many clients of so many trained numbers are stacked at a time; more would not fit into a GPU's memory."""
+        if self.on_cpu:
+            return 2**31
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return max(1, int(free // (2 * COPIES * 8 * max(numbers, 1))))
 
     def each(self, f, sizes):
         """f(i) for every client i, the largest `sizes[i]` first. The first exception of any client is raised."""
@@ -248,7 +260,9 @@ class Clients:
                 nothing = tuple(t[:0] for t in self.data[train[0]])
                 data = [self.data[i] if number else nothing for i, number in enumerate(descent.epochs)]
                 with one_thread():
-                    given = all_at_once(replace(descent, data=data), (what, self.model) not in self.engine.checked)
+                    first = (what, self.model) not in self.engine.checked
+                    run = functools.partial(all_at_once, check=first, graphs=self.engine.graphs)
+                    given = in_turns(replace(descent, data=data), self.engine.room(numbers), run)
                 if given[2].any():  # a step was taken, so it was checked
                     self.engine.checked.add((what, self.model))
                 return given
