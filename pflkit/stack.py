@@ -15,23 +15,19 @@ from pflkit.models import as_trained
 
 def in_turns(d, most, run):
     """`run`, such as all_at_once, of a Descent's clients, `most` of them at a time; what it returns for all of them."""
-    C, given = len(d.epochs), []
-    for start in range(0, C, most) if most < C else ():
+    if most >= (C := len(d.epochs)):
+        return run(d)
+    given = []
+    for start in range(0, C, most):
         these = slice(start, start + most)
         some = functools.partial(trees.tree_map, lambda t, these=these: t[these])
-        own = {
-            "params": some(d.params),
-            "fixed": tuple(d.still(some)),
-            "data": d.data[these],
-            "epochs": d.epochs[these],
-        }
-        own |= {"pull": d.pull and (some(d.pull[0]), d.pull[1])}
+        own = {"params": some(d.params), "fixed": tuple(d.still(some)), "data": d.data[these]}
+        own |= {"epochs": d.epochs[these], "pull": d.pull and (some(d.pull[0]), d.pull[1])}
         own |= {"order": lambda i, epoch, draw, start=start: d.order(start + i, epoch, draw)}
         given.append(run(replace(d, **own)))
-    if not given:
-        return run(d)
     out, seen, samples, skipped = zip(*given, strict=True)
-    return trees.join(out), sum(seen, []), np.concatenate(samples), np.concatenate(skipped)
+    seen = [values for part in seen for values in part]
+    return trees.join(out), seen, np.concatenate(samples), np.concatenate(skipped)
 
 
 @torch.enable_grad()
