@@ -145,6 +145,7 @@ def experiment(
     settings=None,
     engine="auto",
     device=None,
+    precision="full",
     data_root=None,
     length=None,
     ngrams=None,
@@ -172,6 +173,7 @@ def experiment(
     step = {"momentum": momentum, "weight_decay": weight_decay, "clip": clip}
     training.Training(lr=0.01 if lr is None else lr, batch_size=batch_size, epochs=epochs, **step)
     training.Engine(engine)
+    checks.choice("precision", precision, training.PRECISIONS)
     integer("rounds", rounds, 1)
     integer("seed", seed, 0)
     if samples is not None:
@@ -190,7 +192,15 @@ def experiment(
     split = partitions.make(partition, loaded.y, clients, seed=seed, **given)
     rule = training.Training(lr=LR[names[0]] if lr is None else lr, batch_size=batch_size, epochs=epochs, **step)
     fed = federation.Federation(
-        loaded, split, nets, training=rule, join_ratio=join_ratio, seed=seed, engine=engine, device=device
+        loaded,
+        split,
+        nets,
+        training=rule,
+        join_ratio=join_ratio,
+        seed=seed,
+        engine=engine,
+        device=device,
+        precision=precision,
     )
     return run(chosen, fed, rounds, **options)
 

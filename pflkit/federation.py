@@ -11,7 +11,7 @@ from pflkit.checks import choice, integer, real
 from pflkit.messages import arrived, nbytes, received, split
 from pflkit.models import Model, build
 from pflkit.streams import rng
-from pflkit.training import Clients, Engine, Training, evaluate, one_thread
+from pflkit.training import PRECISIONS, Clients, Engine, Training, arithmetic, evaluate, one_thread
 
 KINDS = {"personal": "", "global": "_global"}  # of models where a method has both, and how their scores are named
 
@@ -88,6 +88,7 @@ class Federation:
     join_ratio: the share of clients that join a round, or (low, high) from which each round draws anew; rounded to
     whole clients (halves to even), and at least one joins. seed: of all of an experiment's random streams but the
     partition's. engine: auto, loop, threads or stacked. device: "cpu", "cuda", ...; by default a GPU if there is one.
+    precision: full; on a GPU also tf32 or bf16, which are faster and not exact (training.arithmetic).
     Raises ValueError for what does not fit together.
     """
 
@@ -103,6 +104,7 @@ class Federation:
         engine="auto",
         device=None,
         dtype=torch.float32,
+        precision="full",
     ):
         if not np.array_equal(partition.y, dataset.y):
             raise ValueError(f"partition={partition.name!r}: was made for other labels than those of {dataset.name!r}")
@@ -139,6 +141,9 @@ class Federation:
         self.seed = integer("seed", seed, 0)
         self.device = _device(device)
         self.dtype = choice("dtype", dtype, (torch.float32, torch.float64))
+        self.precision = choice("precision", precision, PRECISIONS)
+        if precision != "full" and self.device.type != "cuda":
+            raise ValueError(f"precision={precision!r}: must be 'full' on a device that is no GPU ({self.device.type})")
         turns = [np.arange(g, partition.num_clients, len(models)) for g in range(len(models))]
         self.train, self.test = self._place(partition.train), self._place(partition.test)
         self.n = np.array([len(y) for _, y in self.train])
@@ -265,8 +270,9 @@ class Federation:
         size = getattr(method, "cohort", None) or len(ids)
         down, up = np.zeros((2, len(ids)), dtype=np.int64)
         result = Round(ids, down, up, calls=[], held=[[] for _ in self.groups])
-        for start in range(0, len(ids), size):
-            self._exchange(method, state, ids[start : start + size], rounds, result)
+        with arithmetic(self.precision, self.device):
+            for start in range(0, len(ids), size):
+                self._exchange(method, state, ids[start : start + size], rounds, result)
         state.round = t
         result.held = self.whole([trees.join(own) for own in result.held if own])
         return result
@@ -311,7 +317,8 @@ class Federation:
         message, kept = self._send(method, _begun(method, state, rounds), everyone), self.parts(state.kept)
         for g, at, rows in self.by_group(everyone):
             clients = self.clients(everyone[at], state.round + 1, rounds)
-            models.append(method.deploy(clients, trees.take(kept[g], rows), split(message, at)))
+            with arithmetic(self.precision, self.device):
+                models.append(method.deploy(clients, trees.take(kept[g], rows), split(message, at)))
             _check(method, "deploy", models[-1], len(at))
         return self.whole(models)
 
@@ -325,7 +332,8 @@ class Federation:
         correct, loss = np.zeros(len(ids), dtype=np.int64), np.zeros(len(ids))
         for (g, at, _), models in zip(self.by_group(ids), self.parts(held), strict=True):
             group, test = self.groups[g], [self.test[ids[j]] for j in at]
-            correct[at], loss[at] = evaluate(group.model, models, test, group.engine)
+            with arithmetic(self.precision, self.device):
+                correct[at], loss[at] = evaluate(group.model, models, test, group.engine)
         if np.isnan(loss).any():
             raise FloatingPointError(f"client {ids[np.isnan(loss).argmax()]}: its model gives NaN on its test data")
         return correct, loss

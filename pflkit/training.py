@@ -580,6 +580,26 @@ def one_thread():
         _outside.reset(outside)
 
 
+PRECISIONS = ("full", "tf32", "bf16")
+
+
+@contextlib.contextmanager
+def arithmetic(precision, device):
+    """Within: float32's products and convolutions on a GPU are full, in TF32, or in bfloat16 where torch.autocast has them
+    so. Torch's own default is TF32 for convolutions.
+    """
+    kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = [kind.fp32_precision for kind in kinds]
+    for kind in kinds:
+        kind.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+    try:
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            yield
+    finally:
+        for kind, old in zip(kinds, before, strict=True):
+            kind.fp32_precision = old
+
+
 @functools.cache
 def _pool(pid, workers):
     """One pool per process (a forked child must not wait for its parent's threads)."""

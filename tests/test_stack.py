@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pflkit import data, models, partition, training, trees
+from pflkit import federation as federation_module
 from pflkit.federation import Federation
 from pflkit.graphs import WARM, Graphs
 from pflkit.methods import make
@@ -129,3 +130,44 @@ def test_clients_that_do_not_fit_are_trained_in_turns(method, most, monkeypatch)
     assert trees.unequal(want[0], got[0]) < 1e-12
     for a, b in zip(want[1], got[1], strict=True):
         assert a.keys() == b.keys() and all(np.allclose(a[k], b[k], atol=1e-12, equal_nan=True) for k in a)
+
+
+# Precision on a GPU
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16", "half"])
+def test_less_than_full_precision_needs_a_gpu(precision):
+    with pytest.raises(ValueError, match=f"precision='{precision}': must be"):
+        federation(precision=precision, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("precision", "flag", "dtype"), [("full", "ieee", 32), ("tf32", "tf32", 32), ("bf16", "ieee", 16)]
+)
+def test_arithmetic_is_set_within_and_restored(precision, flag, dtype):
+    kinds, x = (torch.backends.cuda.matmul, torch.backends.cudnn.conv), torch.randn(2, 2)
+    before = [kind.fp32_precision for kind in kinds]
+    with pytest.raises(ZeroDivisionError), training.arithmetic(precision, torch.device("cpu")):
+        assert [kind.fp32_precision for kind in kinds] == [flag] * 2
+        assert (x @ x).element_size() * 8 == dtype
+        raise ZeroDivisionError
+    assert [kind.fp32_precision for kind in kinds] == before and (x @ x).dtype == torch.float32
+
+
+@pytest.mark.parametrize("what", ["play", "deployed", "score"])
+def test_rounds_and_scores_have_full_precision_by_default(what, monkeypatch):
+    seen, within = [], training.arithmetic
+
+    def told(precision, device):
+        seen.append(precision)
+        return within(precision, device)
+
+    monkeypatch.setattr(federation_module, "arithmetic", told)
+    fed, method = federation(), make("fedavg")
+    state = fed.start(method)
+    {
+        "play": lambda: fed.play(method, state, 1),
+        "deployed": lambda: fed.deployed(method, state, 1),
+        "score": lambda: fed.score(trees.repeat(fed.init(), 6), np.arange(6)),
+    }[what]()
+    assert seen == ["full"]
