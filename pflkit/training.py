@@ -585,8 +585,8 @@ PRECISIONS = ("full", "tf32", "bf16")
 
 @contextlib.contextmanager
 def arithmetic(precision, device):
-    """Within: float32's products and convolutions on a GPU are full, in TF32, or in bfloat16 where torch.autocast has them
-    so. Torch's own default is TF32 for convolutions.
+    """Within: float32's products and convolutions on a GPU are full, in TF32, or in bfloat16 where torch.autocast says.
+    Torch's own default is TF32 for convolutions.
     """
     kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv
     before = [kind.fp32_precision for kind in kinds]

@@ -31,7 +31,7 @@ ROUNDS = 5  # timed, after two that are not; the median counts
 
 
 def difference(method, device, engine, names=("cnn-small",)):
-    """The largest difference between a loop on the CPU and `engine` on `device` in all that is kept on digits, in float64,
+    """The largest difference between a loop on the CPU and `engine` on `device` in all that is kept on digits, float64,
     after four rounds: so many that recorded steps are replayed.
     """
     digits = data.load("digits")
