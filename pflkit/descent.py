@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from pflkit import trees
-from pflkit.models import Model, as_trained, trained
+from pflkit.models import Model, RowsTrained, Trained, as_trained, trained
 
 
 @dataclass
@@ -44,6 +44,12 @@ class Descent:
     def moving(self, tree):
         """The trained leaves of a tree such as `params`."""
         return [leaf for leaf, moves in zip(trees.leaves(tree), self.trained, strict=True) if moves]
+
+    @property
+    def only_descends(self):
+        """Whether a step subtracts gradients times rates, and no more: it leaves alone what has a gradient of 0."""
+        more = self.step, self.pull, self.project, self.rule.clip
+        return all(part is None for part in more) and not self.rule.momentum and not self.rule.weight_decay
 
     def still(self, of):
         """The fixed arguments with `of` of each tree; a number is everybody's."""
@@ -80,7 +86,7 @@ def one_by_one(d, each, dropout):
     @torch.enable_grad()
     def client(i):
         own, still = d.of_client(i)
-        own = as_trained(own)
+        own = as_trained(own, RowsTrained if d.only_descends else Trained)
         moving = [t.requires_grad_(d.step is None) for t in d.moving(own)]
         pull = d.pull and ([anchor[i] for anchor in d.moving(d.pull[0])], d.pull[1])
         velocity, values, sizes, means = None, {}, [], []

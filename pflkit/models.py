@@ -27,11 +27,17 @@ class Trained(dict):
     """Parameters being trained: on these, batch-norm and dropout work as in training; on others, as in evaluation."""
 
 
-def as_trained(tree):
-    """The same tree with its dicts as Trained."""
+class RowsTrained(Trained):
+    """Parameters trained by steps that are their gradient times a rate, and no more: then an embedding's gradient may
+    be a sparse tensor, of the few rows that a batch has, and a step need not pass over all others.
+    """
+
+
+def as_trained(tree, kind=Trained):
+    """The same tree with its dicts as Trained, or as RowsTrained."""
     if isinstance(tree, tuple):
-        return tuple(as_trained(part) for part in tree)
-    return Trained((name, as_trained(part)) for name, part in tree.items()) if isinstance(tree, dict) else tree
+        return tuple(as_trained(part, kind) for part in tree)
+    return kind((name, as_trained(part, kind)) for name, part in tree.items()) if isinstance(tree, dict) else tree
 
 
 class Mean(nn.Module):
@@ -41,8 +47,14 @@ class Mean(nn.Module):
         return x.mean(1)
 
 
-def embedding(x, weight, padding_idx):
-    """F.embedding(x, weight, padding_idx), also under torch.vmap, which does not keep the pad's row from learning."""
+def embedding(x, weight, padding_idx, rows=False):
+    """F.embedding(x, weight, padding_idx), also under torch.vmap, which does not keep the pad's row from learning.
+
+    rows: the gradient may be sparse. It is on a CPU, where adding all rows takes ten times as long, if the weight is
+    what is trained, and not made of that, for of a sparse gradient not all functions have a derivative.
+    """
+    if rows and weight.is_leaf and weight.device.type == "cpu":
+        return F.embedding(x, weight, padding_idx, sparse=True)
     pads = (x == padding_idx).unsqueeze(-1)
     return torch.where(pads, weight[padding_idx].detach(), F.embedding(x, weight))
 
@@ -84,7 +96,9 @@ LAYERS = {  # the layers of the bundled models, with the settings that occur the
         x, p[n + ".weight"], p[n + ".bias"], layer.stride, layer.padding, layer.dilation, layer.groups
     ),
     nn.Linear: lambda layer, p, n, x: linear(x, p[n + ".weight"], p[n + ".bias"]),
-    nn.Embedding: lambda layer, p, n, x: embedding(x, p[n + ".weight"], layer.padding_idx),
+    nn.Embedding: lambda layer, p, n, x: embedding(
+        x, p[n + ".weight"], layer.padding_idx, rows=isinstance(p, RowsTrained)
+    ),
     Mean: lambda layer, p, n, x: x.mean(1),
     nn.MaxPool2d: lambda layer, p, n, x: F.max_pool2d(x, layer.kernel_size, layer.stride),
     nn.ReLU: lambda layer, p, n, x: F.relu(x),

@@ -482,9 +482,7 @@ class Clients:
         self._work.append(((self.model, work), lambda data=self.data: data[0][0].shape[1:], step, samples))
 
     def _record(self, phase, seen, out):
-        finite = np.ones(len(seen), dtype=bool)
-        for t in trees.leaves(out):
-            finite &= t.isfinite().view(len(t), -1).all(1).cpu().numpy() if t.numel() else True
+        finite = trees.finite(out).numpy()
         for name in sorted({name for values in seen for name in values}):
             means = np.array([float(values.get(name, np.nan)) for values in seen])
             self.log[phase if name == "loss" else f"{phase}.{name}"] = means
