@@ -13,6 +13,7 @@ from pflkit.models import Model, build
 from pflkit.streams import rng
 from pflkit.training import PRECISIONS, Clients, Engine, Training, arithmetic, evaluate, one_thread
 
+AT_ONCE = 2**31  # bytes of the models that are scored at a time: what they are made of comes on top
 KINDS = {"personal": "", "global": "_global"}  # of models where a method has both, and how their scores are named
 
 
@@ -202,6 +203,12 @@ class Federation:
         """The least and the largest number of clients that join a round."""
         return tuple(max(1, round(ratio * self.num_clients)) for ratio in self.join_ratio)
 
+    def few(self):
+        """The ids of all clients, as many at a time as have models of AT_ONCE bytes; mostly they are all at once."""
+        most = max(group.model.size() for group in self.groups) * torch.finfo(self.dtype).bits // 8
+        pieces = -(-self.num_clients // max(1, AT_ONCE // max(1, most)))
+        return np.array_split(np.arange(self.num_clients), pieces)
+
     def sample(self, t):
         """The ids of round `t`, sorted, drawn without replacement."""
         draw = rng(self.seed, "ids", t)
@@ -250,7 +257,7 @@ class Federation:
         _check(method, "server", server)
         for group, part in zip(self.groups, kept, strict=True):
             _check(method, "client", part, len(group.ids))
-        return State(server, _unshared(self.whole(kept)))
+        return State(server, trees.tree_map(trees.owner(), self.whole(kept)))
 
     @one_thread()
     def play(self, method, state, rounds):
@@ -309,21 +316,21 @@ class Federation:
         state.server = server
 
     @one_thread()
-    def deployed(self, method, state, rounds):
-        """The models [N, ...] that all clients would use on receiving the next message, before training on it; or, as
-        in Round.held, both kinds.
+    def deployed(self, method, state, rounds, ids=None):
+        """The models [C, ...] that the clients `ids`, by default all, would use on receiving the next message, before
+        training on it; or, as in Round.held, both kinds.
         """
-        everyone, models = np.arange(self.num_clients), []
-        message, kept = self._send(method, _begun(method, state, rounds), everyone), self.parts(state.kept)
-        for g, at, rows in self.by_group(everyone):
-            clients = self.clients(everyone[at], state.round + 1, rounds)
+        ids, models = np.arange(self.num_clients) if ids is None else np.asarray(ids), []
+        message, kept = self._send(method, _begun(method, state, rounds), ids), self.parts(state.kept)
+        for g, at, rows in self.by_group(ids):
+            clients = self.clients(ids[at], state.round + 1, rounds)
             with arithmetic(self.precision, self.device):
                 models.append(method.deploy(clients, trees.take(kept[g], rows), split(message, at)))
             _check(method, "deploy", models[-1], len(at))
         return self.whole(models)
 
     def _send(self, method, server, ids):
-        message = received(method.download(server, ids), len(ids))
+        message = received(method.download(server, ids), len(ids), server)
         _check(method, "download", message, len(ids))
         return message
 
@@ -367,20 +374,6 @@ def _check_same(method, part, tree, other, axes, where="at the start"):
                 f"{type(method).__name__}.{part}, {name!r}, is {now.get(name, 'missing')}, "
                 f"{where} it was {was.get(name, 'missing')}"
             )
-
-
-def _unshared(tree):
-    """The same tree; a leaf with memory in common with an earlier leaf, or with itself, is copied."""
-    seen = set()
-
-    def own(t):
-        memory = t.untyped_storage().data_ptr()
-        if memory in seen or not t.is_contiguous():
-            return t.clone(memory_format=torch.contiguous_format)
-        seen.add(memory)
-        return t
-
-    return trees.tree_map(own, tree)
 
 
 def _device(name):

@@ -101,6 +101,22 @@ def clone(tree):
     return tree_map(torch.clone, tree)
 
 
+def owner(*others):
+    """A function that returns a tensor; a copy if its memory is that of a leaf of the trees `others`, of an earlier
+    tensor, or of several numbers of its own at once.
+    """
+    seen = {t.untyped_storage().data_ptr() for t in leaves(others)}
+
+    def own(t):
+        memory = t.untyped_storage().data_ptr()
+        if memory in seen or not t.is_contiguous():
+            return t.clone(memory_format=torch.contiguous_format)
+        seen.add(memory)
+        return t
+
+    return own
+
+
 def full_like(tree, value):
     """A tree of `value` with the shapes of `tree`."""
     return tree_map(lambda t: torch.full_like(t, value), tree)
