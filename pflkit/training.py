@@ -221,7 +221,7 @@ class Clients:
             moves[k] &= int(name.partition("/")[0]) not in unmoved
         # One sample has no variance for batch-norm to divide by.
         skip_singles = self.model.batch_norm and any(self.model.is_buffer(name) for name, _ in named)
-        order = functools.partial(self._order, phase)
+        order = functools.partial(_order, self.seed, self.round, self.ids, self.n, phase)
         about = {"fixed": fixed, "data": self.data, "order": order, "epochs": epochs, "trained": moves, "rule": rule}
         if isinstance(self.model, Pair):
             parts = [name.partition("/")[0] for (name, _), own in zip(named, moves, strict=True) if own]
@@ -349,7 +349,7 @@ class Clients:
     def mean(self, loss, params, *fixed):
         """The mean of `loss`, one as for `sgd`, over each client's local samples, in evaluation mode: float64 [C]."""
         descent = self._descent(params, fixed, "mean", None, {}, loss=loss)
-        means = torch.zeros(len(self.n), dtype=torch.float64)
+        means, data = torch.zeros(len(self.n), dtype=torch.float64), self.data
 
         @torch.no_grad()
         def client(i):
@@ -361,7 +361,7 @@ class Clients:
         @torch.no_grad()
         def two_samples():
             own, still = descent.of_client(0)
-            loss(self.model, own, _two(self.data), *still)
+            loss(descent.model, own, _two(data), *still)
 
         self.engine.each(client, self.n)
         self._count(_kind("mean", descent), two_samples, self.n)
@@ -375,6 +375,7 @@ class Clients:
         """
         descent = self._descent(params, fixed, "gradient", None, {}, loss=loss)
         gradient, after, skipped = trees.full_like(params, 0), trees.clone(params), np.zeros(len(self.n))
+        data = self.data
 
         @torch.no_grad()
         def client(i):
@@ -391,7 +392,7 @@ class Clients:
 
         def two_samples():
             own, still = descent.of_client(0)
-            slope(self.model, loss, own, _two(self.data), *still)
+            slope(descent.model, loss, own, _two(data), *still)
 
         def in_context(i):
             with self._dropout(i, "gradient"):
@@ -413,9 +414,9 @@ class Clients:
 
         They are computed when a client first trains on them, so that one thread extracts while another trains.
         """
-        features = self._forward(Model.extract, extractor)
+        features, data = self._forward(Model.extract, extractor), self.data
         behind = copy.copy(self)
-        behind.data = _Later(lambda i: (features[i], self.data[i][1]), len(self.n))
+        behind.data = _Later(lambda i: (features[i], data[i][1]), len(self.n))
         return behind
 
     def class_mean(self, f, params):
@@ -435,16 +436,17 @@ class Clients:
     def _forward(self, f, params):
         """f(model, params, x) of each client's samples, without gradients: tensors [n, ...], _Later."""
         self._check_rows("params", params)
-        samples = np.zeros(len(self.n))
+        # Not of the clients themselves, here and above: what they count would hold them, and all models of their round.
+        model, data, n, samples = self.model, self.data, self.n, np.zeros(len(self.n))
 
         def client(i):
-            own = own_copy(trees.row(params, i), self.model.plain)
-            samples[i] = self.n[i]
-            return _forward(lambda x: f(self.model, own, x), self.data[i][0])
+            own = own_copy(trees.row(params, i), model.plain)
+            samples[i] = n[i]
+            return _forward(lambda x: f(model, own, x), data[i][0])
 
         @torch.no_grad()
         def two_samples():
-            f(self.model, trees.row(params, 0), _two(self.data)[0])
+            f(model, trees.row(params, 0), _two(data)[0])
 
         self._count(f, two_samples, samples)
         return _Later(client, len(self.n))
@@ -460,11 +462,6 @@ class Clients:
                 self._flop_cache[kind] = counter.get_total_flops() / 2
             flops += self._flop_cache[kind] * samples
         return flops
-
-    def _order(self, phase, i, epoch, draw):
-        """The order in which client i goes through its samples in one epoch; several draws are independent."""
-        names = "batches", self.round, int(self.ids[i]), phase, epoch
-        return rng(self.seed, *names, *([draw] if draw else [])).permutation(len(self.data[i][1]))
 
     @contextlib.contextmanager
     def _dropout(self, i, phase):
@@ -494,6 +491,12 @@ class Clients:
                 f"round {self.round}, client {who}, phase {phase!r}: training diverged (loss or parameters are not "
                 f"finite); a smaller lr may help"
             )
+
+
+def _order(seed, round, ids, n, phase, i, epoch, draw):
+    """The order in which client i goes through its n[i] samples in one epoch; several draws are independent."""
+    names = "batches", round, int(ids[i]), phase, epoch
+    return rng(seed, *names, *([draw] if draw else [])).permutation(n[i])
 
 
 class _Later:
