@@ -23,7 +23,7 @@ def digits(names, clients):
 
 
 def peak(code, timeout=1800):
-    """Runs Python code in a process of its own: the numbers it prints. `peak()` there: MB that it had in memory at most."""
+    """The numbers that Python code prints in a process of its own. `peak()` there: MB that it had in memory at most."""
     start = """
 def peak():
     with open("/proc/self/status") as file:
