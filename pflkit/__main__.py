@@ -177,6 +177,7 @@ def run_claims(ids, folder, out):
 @click.option("--set", "pairs", multiple=True, metavar="NAME=VALUE", help="A setting of the method. May be repeated.")
 @click.option("--engine", default="auto", show_default=True, help="auto, loop, threads or stacked.")
 @click.option("--device", help="cpu, cuda, ...; by default a GPU where there is one.")
+@click.option("--precision", default="full", show_default=True, help="full; on a GPU tf32 or bf16: faster, not exact.")
 @data_root_option
 @click.option("--out", help="Folder of results; a run cut short goes on from there.  [none]")
 def run(method, pairs, join_ratio, **options):

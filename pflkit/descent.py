@@ -1,4 +1,4 @@
-"""Many clients' steps, each on its own batches: one client by one, or all at once; both take exactly the same steps."""
+"""Many clients' steps, each on its own batches, and how they are taken one client by one (`stack`: all at once)."""
 
 import numbers
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from pflkit import trees
-from pflkit.models import Model, as_trained, trained
+from pflkit.models import Model, RowsTrained, Trained, as_trained, trained
 
 
 @dataclass
@@ -44,6 +44,12 @@ class Descent:
     def moving(self, tree):
         """The trained leaves of a tree such as `params`."""
         return [leaf for leaf, moves in zip(trees.leaves(tree), self.trained, strict=True) if moves]
+
+    @property
+    def only_descends(self):
+        """Whether a step subtracts gradients times rates, and no more: it leaves alone what has a gradient of 0."""
+        more = self.step, self.pull, self.project, self.rule.clip
+        return all(part is None for part in more) and not self.rule.momentum and not self.rule.weight_decay
 
     def still(self, of):
         """The fixed arguments with `of` of each tree; a number is everybody's."""
@@ -80,7 +86,7 @@ def one_by_one(d, each, dropout):
     @torch.enable_grad()
     def client(i):
         own, still = d.of_client(i)
-        own = as_trained(own)
+        own = as_trained(own, RowsTrained if d.only_descends else Trained)
         moving = [t.requires_grad_(d.step is None) for t in d.moving(own)]
         pull = d.pull and ([anchor[i] for anchor in d.moving(d.pull[0])], d.pull[1])
         velocity, values, sizes, means = None, {}, [], []
@@ -89,9 +95,9 @@ def one_by_one(d, each, dropout):
             for drawn in batches(i, epoch):
                 if d.step is None:
                     value, extras = value_and_extras(d.loss(d.model, own, drawn[0], *still))
-                    velocity = _step(d, moving, _gradients(value, moving), velocity, pull)
+                    velocity = sgd_step(d, moving, gradients(value, moving), velocity, pull)
                 else:
-                    stepped, value, extras = _stepped(d, own, drawn, still)
+                    stepped, value, extras = step_of(d, own, drawn, still)
                     # In new memory, for a step may return what it was given; laid out as the old.
                     own = trees.tree_map(lambda old, new: torch.empty_like(old).copy_(new.detach()), own, stepped)
                 sizes.append(len(drawn[0][1]))
@@ -113,127 +119,6 @@ def one_by_one(d, each, dropout):
 
     each(in_context)
     return out, seen, samples, skipped
-
-
-@torch.enable_grad()
-def all_at_once(d, check):
-    """The same as `one_by_one`: a step of many clients is one step on tensors with a client axis, by torch.vmap.
-
-    check: compare the first step's losses, gradients and buffers with those of each client by itself, and raise
-    RuntimeError where they differ, for torch.vmap is wrong here and there (it forgets an embedding's `padding_idx`).
-
-    Within an epoch the full batches go first, the clients with most of them on top, so that those still training are
-    the first rows of the stack; then the short last batches, those of one size together. So nothing is masked or
-    padded, and who has finished is not touched.
-    """
-    (x, y), n = map(torch.cat, zip(*d.data, strict=True)), np.array([len(y) for _, y in d.data])
-    first, size, epochs, C = np.cumsum(n) - n, d.rule.batch_size, np.array(d.epochs), len(n)
-    whole = [leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in trees.leaves(d.params)]
-    velocity = [torch.zeros_like(t) for t in d.moving(trees.like(d.params, whole))] if d.rule.momentum else []
-    sums, counts, samples, skipped, means = {}, {}, np.zeros(C), np.zeros(C), [[] for _ in n]
-
-    def values(leaves, x, y, still):
-        """One client's loss and extras, and its leaves after a step that is not SGD."""
-        still, own = iter(still), as_trained(trees.like(d.params, leaves))
-        still = d.still(lambda f: trees.like(f, next(still)))
-        stepped = ()
-        if d.step is None:
-            value, extras = value_and_extras(d.loss(d.model, own, (x[0], y[0]), *still))
-        else:
-            stepped, value, extras = _stepped(d, own, tuple(zip(x.unbind(), y.unbind(), strict=True)), still)
-        recorded = {name: torch.as_tensor(t, device=y.device) for name, t in {"loss": value, **extras}.items()}
-        return recorded, [t.detach() for t in trees.leaves(stepped)]
-
-    of_all = torch.vmap(values)
-
-    def changes(found, leaves):
-        """A step's loss, and what it is made of: gradients and the leaves not trained; or all leaves after it."""
-        moving, loss = [t for t in leaves if t.requires_grad], found[0]["loss"]
-        return [loss, *(found[1] or _gradients(loss.sum(), moving) + [t for t in leaves if not t.requires_grad])]
-
-    def alone(j, leaves, batch, still):
-        """The changes of the j-th client by itself."""
-        own = [t[j].detach().clone().requires_grad_(t.requires_grad) for t in leaves]
-        return changes(values(own, x[batch[j]], y[batch[j]], [[t[j] for t in f] for f in still]), own)
-
-    def train(rows, batches):
-        """Steps of the clients `rows`; batches[k] [P, draws, B] are samples of the first P of them, P never growing."""
-        nonlocal check
-        at, width = torch.from_numpy(rows).to(y.device), None
-        learns = [moves and d.step is None for moves in d.trained]
-        own, speeds = [t[at] for t in whole], [t[at] for t in velocity]
-        anchors = [trees.pick(t, at) for t in d.moving(d.pull[0])] if d.pull else []
-        stills = [[trees.pick(t, at) for t in trees.leaves(f)] for f in d.fixed if not isinstance(f, numbers.Real)]
-        for batch in batches:
-            if len(batch) != width:
-                width = len(batch)
-                leaves = [t[:width].detach().requires_grad_(moves) for t, moves in zip(own, learns, strict=True)]
-                moving = [t for t in leaves if t.requires_grad]
-                speed, still = [t[:width] for t in speeds], [[t[:width] for t in f] for f in stills]
-                pull = d.pull and ([t[:width] for t in anchors], d.pull[1])
-            expected = [alone(j, leaves, batch, still) for j in range(width)] if check else []
-            found = of_all(leaves, x[batch], y[batch], still)
-            (loss, *new), check = changes(found, leaves), False
-            for j, of_client in enumerate(expected):
-                before = [0, *(t[j].double() if d.step else 0 for t in leaves)]
-                _compare([loss[j], *(t[j] for t in new)], of_client, before)
-            if d.step is None:
-                _step(d, moving, new[: len(moving)], speed, pull, stacked=True)
-            else:
-                for old, t in zip(leaves, [t.clone() for t in new], strict=True):  # one may be another's old value
-                    old.copy_(t)
-            size_of_each = batch.shape[2]
-            for name, value in found[0].items():
-                total = sums.setdefault(name, torch.zeros(C, dtype=torch.float64, device=y.device))
-                total.index_add_(0, at[:width], value.detach().double(), alpha=size_of_each)
-                counts.setdefault(name, np.zeros(C))[rows[:width]] += size_of_each
-            samples[rows[:width]] += size_of_each
-        for t, new in zip(whole + velocity, own + speeds, strict=True):
-            t[at] = new
-
-    running = np.arange(C)
-    for epoch in range(epochs.max()):
-        running = running[epochs[running] > epoch]
-        running = running[np.argsort(-(n[running] // size), kind="stable")]
-        orders = {i: first[i] + np.stack([d.order(i, epoch, k) for k in range(d.draws)]) for i in running.tolist()}
-        full, short = n[running] // size, n[running] % size
-        before, started = sums["loss"].clone() if sums else 0, samples.copy()
-        if d.skip_singles and size == 1:
-            skipped[running] += full
-        elif full.max(initial=0):
-            table = np.zeros((full[0], len(running), d.draws, size), dtype=np.int64)
-            for j, i in enumerate(running.tolist()):
-                table[: full[j], j] = orders[i][:, : full[j] * size].reshape(d.draws, -1, size).swapaxes(0, 1)
-            widths = (full > np.arange(full[0])[:, None]).sum(1).tolist()
-            steps = torch.from_numpy(table).to(y.device)
-            train(running, [step[:width] for step, width in zip(steps, widths, strict=True)])
-        for length in [] if d.rule.drop_last else np.unique(short[short > 0]).tolist():
-            rows = running[short == length]
-            if d.skip_singles and length == 1:
-                skipped[rows] += 1
-            else:
-                train(rows, [torch.from_numpy(np.stack([orders[i][:, -length:] for i in rows.tolist()])).to(y.device)])
-        if d.until is not None and sums:
-            stepped = samples - started
-            mean = ((sums["loss"] - before).cpu().numpy() / np.maximum(stepped, 1)).tolist()
-            for i in np.flatnonzero(stepped).tolist():
-                means[i].append(mean[i])
-            running = np.array([i for i in running if not stepped[i] or not d.until(means[i])], dtype=np.int64)
-    found = {name: (total.cpu().numpy() / np.maximum(counts[name], 1)).tolist() for name, total in sums.items()}
-    seen = [{name: mean[i] for name, mean in found.items() if counts[name][i]} for i in range(C)]
-    return trees.like(d.params, whole), seen, samples, skipped
-
-
-def _compare(stacked, alone, before):
-    """Raises RuntimeError where one client's tensors differ by more than the rounding of float32.
-
-    before: of steps, what they began with, for it is their change that is judged, which may be small; else 0.
-    """
-    for a, b, old in zip(stacked, alone, before, strict=True):
-        a, b = a.detach().double(), b.detach().double()
-        allowed = (1e-3 * (b - old).abs()).maximum(1e-6 * b.abs().clamp(min=1))
-        if b.isfinite().all() and b.numel() and not (a - b).abs().max() <= allowed.max():
-            raise RuntimeError("torch.vmap gives other numbers than each client by itself")
 
 
 def slope(model, loss, params, batch, *fixed):
@@ -263,7 +148,7 @@ def value_and_slope(model, loss, params, batch, *fixed):
     return given, trees.like(params, gradient), trees.like(params, after)
 
 
-def _stepped(d, own, batches, still):
+def step_of(d, own, batches, still):
     """One client's state after a step that is not SGD, its loss and named extras. ValueError for what is no such."""
     given, name = d.step(d.model, own, batches, *still), getattr(d.step, "__name__", d.step)
     if not isinstance(given, tuple) or len(given) != 2:
@@ -280,13 +165,14 @@ def value_and_extras(given):
     return given if isinstance(given, tuple) else (given, {})
 
 
-def _gradients(value, moving):
+def gradients(value, moving):
+    """The gradients of a scalar in the tensors `moving`; 0 for those that it does not depend on."""
     found = torch.autograd.grad(value, moving, allow_unused=True)
     return [torch.zeros_like(p) if g is None else g for p, g in zip(moving, found, strict=True)]
 
 
 @torch.no_grad()
-def _step(d, moving, grads, velocity, pull, stacked=False):
+def sgd_step(d, moving, grads, velocity, pull, stacked=False):
     """One SGD step of the tensors `moving`, in place; returns the momentum's velocity. pull: (anchors, mu), or None.
 
     stacked: every tensor has a client axis, and the step is each client's own.

@@ -145,6 +145,7 @@ def experiment(
     settings=None,
     engine="auto",
     device=None,
+    precision="full",
     data_root=None,
     length=None,
     ngrams=None,
@@ -172,6 +173,7 @@ def experiment(
     step = {"momentum": momentum, "weight_decay": weight_decay, "clip": clip}
     training.Training(lr=0.01 if lr is None else lr, batch_size=batch_size, epochs=epochs, **step)
     training.Engine(engine)
+    checks.choice("precision", precision, training.PRECISIONS)
     integer("rounds", rounds, 1)
     integer("seed", seed, 0)
     if samples is not None:
@@ -190,7 +192,15 @@ def experiment(
     split = partitions.make(partition, loaded.y, clients, seed=seed, **given)
     rule = training.Training(lr=LR[names[0]] if lr is None else lr, batch_size=batch_size, epochs=epochs, **step)
     fed = federation.Federation(
-        loaded, split, nets, training=rule, join_ratio=join_ratio, seed=seed, engine=engine, device=device
+        loaded,
+        split,
+        nets,
+        training=rule,
+        join_ratio=join_ratio,
+        seed=seed,
+        engine=engine,
+        device=device,
+        precision=precision,
     )
     return run(chosen, fed, rounds, **options)
 
@@ -210,7 +220,7 @@ def _round(method, fed, state, rounds, scored):
     columns = {}
     if scored:
         start = time.perf_counter()
-        columns, means = _score(fed, result.held, result.ids, "after")
+        columns, means = _columns(fed, _score(fed, result.held, result.ids), result.ids, "after")
         scoring += time.perf_counter() - start
         row |= means
     columns |= {"bytes_down": result.bytes_down, "bytes_up": result.bytes_up, "flops": result.flops()}
@@ -228,7 +238,9 @@ def _round(method, fed, state, rounds, scored):
 def _before(method, fed, state, rounds):
     """All clients' models on receiving the next message, scored: (columns for rounds, rows for clients)."""
     everyone = np.arange(fed.num_clients)
-    columns, means = _score(fed, fed.deployed(method, state, rounds), everyone, "before")
+    pieces = [_score(fed, fed.deployed(method, state, rounds, ids), ids) for ids in fed.few()]
+    scores = {kind: np.concatenate([piece[kind] for piece in pieces], 1) for kind in pieces[0]}
+    columns, means = _columns(fed, scores, everyone, "before")
     of_clients = [
         _client(fed, state.round + 1, i) | {name: values[i].item() for name, values in columns.items()}
         for i in everyone.tolist()
@@ -236,11 +248,15 @@ def _before(method, fed, state, rounds):
     return means, of_clients
 
 
-def _score(fed, held, ids, point):
+def _score(fed, held, ids):
+    """Correct answers and mean losses, [2, C], of each kind of models."""
+    return {kind: np.stack(fed.score(of_kind, ids)) for kind, of_kind in fed.kinds(held).items()}
+
+
+def _columns(fed, scores, ids, point):
     """(accuracies and losses [C], their means over clients and the accuracy over all samples), by column."""
     columns, means, n = {}, {}, np.array([len(fed.test[i][1]) for i in ids])
-    for suffix, models_of_kind in fed.kinds(held).items():
-        correct, loss = fed.score(models_of_kind, ids)
+    for suffix, (correct, loss) in scores.items():
         name = point + suffix
         columns |= {name: correct / n, f"{name}_loss": loss}
         means |= {name: float((correct / n).mean()), f"{name}_pooled": float(correct.sum() / n.sum())}
@@ -296,8 +312,8 @@ class _Saver:
         for name, table in (("rounds", rows), ("history", clients), ("watch", watch)):
             write_whole(self.folder / f"{name}.csv", lambda path, t=table: pd.DataFrame(t).to_csv(path, index=False))
         # The state goes last: whatever is cut short, the tables hold at least the rounds that the state has.
-        named = dict(trees.named_leaves((state.server, state.kept)))
-        tensors = {name: t.detach().cpu().contiguous().clone() for name, t in named.items()}
+        own, named = trees.owner(), trees.named_leaves((state.server, state.kept))
+        tensors = {name: own(t.detach().cpu()) for name, t in named}
         # In one entry, because safetensors writes several in any order, and equal states should be equal files.
         about = json.dumps({"round": state.round, "rows": [len(rows), len(clients), len(watch)]})
         write_whole(self.folder / "state.safetensors", lambda path: save_file(tensors, path, {"about": about}))

@@ -11,8 +11,9 @@ from pflkit.checks import choice, integer, real
 from pflkit.messages import arrived, nbytes, received, split
 from pflkit.models import Model, build
 from pflkit.streams import rng
-from pflkit.training import Clients, Engine, Training, evaluate, one_thread
+from pflkit.training import PRECISIONS, Clients, Engine, Training, arithmetic, evaluate, one_thread
 
+AT_ONCE = 2**31  # bytes of the models that are scored at a time: what they are made of comes on top
 KINDS = {"personal": "", "global": "_global"}  # of models where a method has both, and how their scores are named
 
 
@@ -88,6 +89,7 @@ class Federation:
     join_ratio: the share of clients that join a round, or (low, high) from which each round draws anew; rounded to
     whole clients (halves to even), and at least one joins. seed: of all of an experiment's random streams but the
     partition's. engine: auto, loop, threads or stacked. device: "cpu", "cuda", ...; by default a GPU if there is one.
+    precision: full; on a GPU also tf32 or bf16, which are faster and not exact (training.arithmetic).
     Raises ValueError for what does not fit together.
     """
 
@@ -103,6 +105,7 @@ class Federation:
         engine="auto",
         device=None,
         dtype=torch.float32,
+        precision="full",
     ):
         if not np.array_equal(partition.y, dataset.y):
             raise ValueError(f"partition={partition.name!r}: was made for other labels than those of {dataset.name!r}")
@@ -139,6 +142,9 @@ class Federation:
         self.seed = integer("seed", seed, 0)
         self.device = _device(device)
         self.dtype = choice("dtype", dtype, (torch.float32, torch.float64))
+        self.precision = choice("precision", precision, PRECISIONS)
+        if precision != "full" and self.device.type != "cuda":
+            raise ValueError(f"precision={precision!r}: must be 'full' on a device that is no GPU ({self.device.type})")
         turns = [np.arange(g, partition.num_clients, len(models)) for g in range(len(models))]
         self.train, self.test = self._place(partition.train), self._place(partition.test)
         self.n = np.array([len(y) for _, y in self.train])
@@ -197,6 +203,12 @@ class Federation:
         """The least and the largest number of clients that join a round."""
         return tuple(max(1, round(ratio * self.num_clients)) for ratio in self.join_ratio)
 
+    def few(self):
+        """The ids of all clients, as many at a time as have models of AT_ONCE bytes; mostly they are all at once."""
+        most = max(group.model.size() for group in self.groups) * torch.finfo(self.dtype).bits // 8
+        pieces = -(-self.num_clients // max(1, AT_ONCE // max(1, most)))
+        return np.array_split(np.arange(self.num_clients), pieces)
+
     def sample(self, t):
         """The ids of round `t`, sorted, drawn without replacement."""
         draw = rng(self.seed, "ids", t)
@@ -245,7 +257,7 @@ class Federation:
         _check(method, "server", server)
         for group, part in zip(self.groups, kept, strict=True):
             _check(method, "client", part, len(group.ids))
-        return State(server, _unshared(self.whole(kept)))
+        return State(server, trees.tree_map(trees.owner(), self.whole(kept)))
 
     @one_thread()
     def play(self, method, state, rounds):
@@ -265,8 +277,9 @@ class Federation:
         size = getattr(method, "cohort", None) or len(ids)
         down, up = np.zeros((2, len(ids)), dtype=np.int64)
         result = Round(ids, down, up, calls=[], held=[[] for _ in self.groups])
-        for start in range(0, len(ids), size):
-            self._exchange(method, state, ids[start : start + size], rounds, result)
+        with arithmetic(self.precision, self.device):
+            for start in range(0, len(ids), size):
+                self._exchange(method, state, ids[start : start + size], rounds, result)
         state.round = t
         result.held = self.whole([trees.join(own) for own in result.held if own])
         return result
@@ -296,27 +309,28 @@ class Federation:
         server = method.merge(state.server, ids, message, upload, self.n[ids])
         _check(method, "merge", server)
         _check_same(method, "merge", server, state.server, axes=0)
-        if not all(bool(leaf.isfinite().all()) for leaf in trees.leaves(server)):
+        if not all(bool(trees.finite(leaf[None])) for leaf in trees.leaves(server)):
             raise FloatingPointError(f"round {t}: what {type(method).__name__}.merge made is not finite")
         for whole, rows, keep in keeps:
             trees.put(whole, rows, keep)
         state.server = server
 
     @one_thread()
-    def deployed(self, method, state, rounds):
-        """The models [N, ...] that all clients would use on receiving the next message, before training on it; or, as
-        in Round.held, both kinds.
+    def deployed(self, method, state, rounds, ids=None):
+        """The models [C, ...] that the clients `ids`, by default all, would use on receiving the next message, before
+        training on it; or, as in Round.held, both kinds.
         """
-        everyone, models = np.arange(self.num_clients), []
-        message, kept = self._send(method, _begun(method, state, rounds), everyone), self.parts(state.kept)
-        for g, at, rows in self.by_group(everyone):
-            clients = self.clients(everyone[at], state.round + 1, rounds)
-            models.append(method.deploy(clients, trees.take(kept[g], rows), split(message, at)))
+        ids, models = np.arange(self.num_clients) if ids is None else np.asarray(ids), []
+        message, kept = self._send(method, _begun(method, state, rounds), ids), self.parts(state.kept)
+        for g, at, rows in self.by_group(ids):
+            clients = self.clients(ids[at], state.round + 1, rounds)
+            with arithmetic(self.precision, self.device):
+                models.append(method.deploy(clients, trees.take(kept[g], rows), split(message, at)))
             _check(method, "deploy", models[-1], len(at))
         return self.whole(models)
 
     def _send(self, method, server, ids):
-        message = received(method.download(server, ids), len(ids))
+        message = received(method.download(server, ids), len(ids), server)
         _check(method, "download", message, len(ids))
         return message
 
@@ -325,7 +339,8 @@ class Federation:
         correct, loss = np.zeros(len(ids), dtype=np.int64), np.zeros(len(ids))
         for (g, at, _), models in zip(self.by_group(ids), self.parts(held), strict=True):
             group, test = self.groups[g], [self.test[ids[j]] for j in at]
-            correct[at], loss[at] = evaluate(group.model, models, test, group.engine)
+            with arithmetic(self.precision, self.device):
+                correct[at], loss[at] = evaluate(group.model, models, test, group.engine)
         if np.isnan(loss).any():
             raise FloatingPointError(f"client {ids[np.isnan(loss).argmax()]}: its model gives NaN on its test data")
         return correct, loss
@@ -359,20 +374,6 @@ def _check_same(method, part, tree, other, axes, where="at the start"):
                 f"{type(method).__name__}.{part}, {name!r}, is {now.get(name, 'missing')}, "
                 f"{where} it was {was.get(name, 'missing')}"
             )
-
-
-def _unshared(tree):
-    """The same tree; a leaf with memory in common with an earlier leaf, or with itself, is copied."""
-    seen = set()
-
-    def own(t):
-        memory = t.untyped_storage().data_ptr()
-        if memory in seen or not t.is_contiguous():
-            return t.clone(memory_format=torch.contiguous_format)
-        seen.add(memory)
-        return t
-
-    return trees.tree_map(own, tree)
 
 
 def _device(name):

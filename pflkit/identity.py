@@ -32,6 +32,7 @@ def describe(method, fed, rounds, eval_every=1):
     parts = [part.module for net in nets for part in (net.extractor, net.head)]
     starts = [trees.leaves(net.init()) for net in nets]
     weights = hashlib.sha256(b"".join(t.numpy().tobytes() for start in starts for t in start))
+    inexact = [] if fed.precision == "full" else [fed.precision]
     settings = asdict(method) if is_dataclass(method) else {k: repr(v) for k, v in vars(method).items()}
     config = {
         "method": names.get(type(method), type(method).__name__),
@@ -53,7 +54,7 @@ def describe(method, fed, rounds, eval_every=1):
         "rounds": rounds,
         "eval_every": eval_every,
         "seed": fed.seed,
-        "engine": "+".join(sorted({name for group in fed.groups for name in group.engine.names()})),
+        "engine": "+".join(sorted({name for group in fed.groups for name in [*group.engine.names(), *inexact]})),
         "device": fed.device.type,
         "dtype": str(fed.dtype),
         "versions": ["{}.{}".format(*sys.version_info), torch.__version__],

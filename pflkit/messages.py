@@ -32,15 +32,19 @@ class Rows(NamedTuple):
     present: torch.Tensor
 
 
-def received(download, clients):
-    """A download as its receivers see it: every leaf [clients, ...], shared ones a view of one copy of the value."""
+def received(download, clients, server=()):
+    """A download as its receivers see it: every leaf [clients, ...], shared ones a view of one copy of the value.
+
+    It has no memory in common with the `server`'s tree; other than that it is not copied.
+    """
+    own = trees.owner(server)
 
     def leaf(part):
         if isinstance(part, Shared):
             if not all(map(torch.is_tensor, trees.leaves(part.tree))):
                 raise ValueError("Shared: must hold a tree of tensors, and nothing that is Shared already")
             return trees.expand(trees.clone(arrived(part.tree, ("K",))), clients)
-        return trees.clone(part) if torch.is_tensor(part) or isinstance(part, Rows) else part
+        return trees.tree_map(own, part) if torch.is_tensor(part) or isinstance(part, Rows) else part
 
     return _map(leaf, arrived(download))
 

@@ -27,11 +27,17 @@ class Trained(dict):
     """Parameters being trained: on these, batch-norm and dropout work as in training; on others, as in evaluation."""
 
 
-def as_trained(tree):
-    """The same tree with its dicts as Trained."""
+class RowsTrained(Trained):
+    """Parameters trained by steps that are their gradient times a rate, and no more: then an embedding's gradient may
+    be a sparse tensor, of the few rows that a batch has, and a step need not pass over all others.
+    """
+
+
+def as_trained(tree, kind=Trained):
+    """The same tree with its dicts as Trained, or as RowsTrained."""
     if isinstance(tree, tuple):
-        return tuple(as_trained(part) for part in tree)
-    return Trained((name, as_trained(part)) for name, part in tree.items()) if isinstance(tree, dict) else tree
+        return tuple(as_trained(part, kind) for part in tree)
+    return kind((name, as_trained(part, kind)) for name, part in tree.items()) if isinstance(tree, dict) else tree
 
 
 class Mean(nn.Module):
@@ -41,8 +47,14 @@ class Mean(nn.Module):
         return x.mean(1)
 
 
-def embedding(x, weight, padding_idx):
-    """F.embedding(x, weight, padding_idx), also under torch.vmap, which does not keep the pad's row from learning."""
+def embedding(x, weight, padding_idx, rows=False):
+    """F.embedding(x, weight, padding_idx), also under torch.vmap, which does not keep the pad's row from learning.
+
+    rows: the gradient may be sparse. It is on a CPU, where adding all rows takes ten times as long, if the weight is
+    what is trained, and not made of that, for of a sparse gradient not all functions have a derivative.
+    """
+    if rows and weight.is_leaf and weight.device.type == "cpu":
+        return F.embedding(x, weight, padding_idx, sparse=True)
     pads = (x == padding_idx).unsqueeze(-1)
     return torch.where(pads, weight[padding_idx].detach(), F.embedding(x, weight))
 
@@ -51,17 +63,48 @@ def _padded(layer, x):
     return embedding(x, layer.weight, layer.padding_idx)
 
 
+def cross_entropy(logits, y):
+    """The mean cross-entropy of ONE client's logits [B, K] for labels y [B]; of C clients', [C, B, K] and [C, B]: [C].
+
+    Samples with the label -100 do not count: they fill up batches that are shorter than others.
+    """
+    if y.ndim == 1:
+        return F.cross_entropy(logits, y)
+    each = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
+    return each.sum(1) / (y >= 0).sum(1)
+
+
+def for_many(loss):
+    """Marks a loss of ONE client that gives the losses [C] of C clients, if all it gets has a client axis in front.
+
+    So does one that is `cross_entropy`, above, of what a model's extract, classify and predict give, by trees that may
+    be mixed element by element. Stacked clients train on it without torch.vmap, which takes several times as long.
+    """
+    loss.for_many = True
+    return loss
+
+
+def linear(x, weight, bias):
+    """A linear layer's outputs of x [B, in], or, with C clients' weights [C, out, in], of x [C, B, in]."""
+    if weight.ndim == 2:
+        return F.linear(x, weight, bias)
+    return torch.bmm(x, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
+
+
 LAYERS = {  # the layers of the bundled models, with the settings that occur there
     nn.Conv2d: lambda layer, p, n, x: F.conv2d(
         x, p[n + ".weight"], p[n + ".bias"], layer.stride, layer.padding, layer.dilation, layer.groups
     ),
-    nn.Linear: lambda layer, p, n, x: F.linear(x, p[n + ".weight"], p[n + ".bias"]),
-    nn.Embedding: lambda layer, p, n, x: embedding(x, p[n + ".weight"], layer.padding_idx),
+    nn.Linear: lambda layer, p, n, x: linear(x, p[n + ".weight"], p[n + ".bias"]),
+    nn.Embedding: lambda layer, p, n, x: embedding(
+        x, p[n + ".weight"], layer.padding_idx, rows=isinstance(p, RowsTrained)
+    ),
     Mean: lambda layer, p, n, x: x.mean(1),
     nn.MaxPool2d: lambda layer, p, n, x: F.max_pool2d(x, layer.kernel_size, layer.stride),
     nn.ReLU: lambda layer, p, n, x: F.relu(x),
     nn.Flatten: lambda layer, p, n, x: x.flatten(1),
 }
+MANY = {nn.Linear: LAYERS[nn.Linear], nn.ReLU: LAYERS[nn.ReLU], nn.Flatten: lambda layer, p, n, x: x.flatten(2)}
 
 
 class Part:
@@ -70,6 +113,9 @@ class Part:
     A linear layer, or the chain of layers of a bundled model (`plain`), is run by torch.nn.functional. Any other module
     is called through torch.func.functional_call on a copy of its own in each thread: threads sharing a module mix up
     their parameters.
+
+    part(params [C, ...], x [C, B, ...]) is of C clients, where the layers are linear ones and ReLU (MANY);
+    NotImplementedError for others.
     """
 
     def __init__(self, module, plain=False):
@@ -78,15 +124,22 @@ class Part:
         kinds = {type(m) for m in module.modules()}
         self.batch_norm = any(issubclass(k, nn.modules.batchnorm._BatchNorm) for k in kinds)
         self.dropout = any(issubclass(k, nn.modules.dropout._DropoutNd) for k in kinds)
+        self.first = next(((name, t.ndim) for name, t in module.named_parameters()), None)
+        self.layers = list(module.named_children())
         self._copies = threading.local()
 
     def __call__(self, params, x):
         if type(self.module) is nn.Linear:
-            return F.linear(x, params["weight"], params.get("bias"))
+            return linear(x, params["weight"], params.get("bias"))
+        layers = MANY if self.first and params[self.first[0]].ndim > self.first[1] else LAYERS
         if self.plain:
-            for name, layer in self.module.named_children():
-                x = LAYERS[type(layer)](layer, params, name, x)
+            for name, layer in self.layers:
+                if type(layer) not in layers:
+                    raise NotImplementedError(f"{type(layer).__name__} of many clients")
+                x = layers[type(layer)](layer, params, name, x)
             return x
+        if layers is MANY:
+            raise NotImplementedError(f"{type(self.module).__name__} of many clients")
         if not hasattr(self._copies, "module"):
             self._copies.module = copy.deepcopy(self.module)
             for layer in self._copies.module.modules():

@@ -21,11 +21,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pflkit import trees
 from pflkit.checks import boolean, choice, integer, real
-from pflkit.descent import Descent, all_at_once, one_by_one, own_copy, slope, value_and_extras
+from pflkit.descent import Descent, one_by_one, own_copy, slope, value_and_extras
+from pflkit.graphs import Graphs
 from pflkit.messages import Rows
 from pflkit.models import Model, Pair, as_trained, trained
+from pflkit.stack import all_at_once, in_turns
 from pflkit.streams import GLOBAL, rng, torch_seed
 
+# Narrower stacks, and those of more trained numbers a client, lost to a loop on a CPU. Steps that take gradients by
+# torch.func pay its price in a loop too, so for them it takes fewer clients; and losses for many do without torch.vmap.
+WIDTH = {"stacked": 8, "stacked steps": 4, "stacked for many": 3}
+NUMBERS = {"stacked": 20_000, "stacked steps": 20_000, "stacked for many": 40_000}
+COPIES = 6  # of a client's trained numbers a stack holds at most; as much again is left for what its layers make
 ROWS = 100  # samples a forward pass without gradients takes at once: the fastest size measured on a CPU
 
 
@@ -64,45 +71,49 @@ class Engine:
     torch.get_num_threads(), so OMP_NUM_THREADS and torch.set_num_threads limit it. Inside, each client's arithmetic
     always runs on one intra-op thread: on small models more of them are slower, and the numbers would change with them.
 
-    Stacked, a step of all clients takes no more calls than a step of one, but four times the time a call: on a CPU that
-    pays off for many clients with small models, not for convolutions. Models with dropout, which draws from torch's one
-    global generator, train in a loop; a loss or model that torch.vmap refuses (it asks for a value, as in
-    `if x.max() > 0`) trains client by client, with one warning.
+    Stacked, a step of all clients takes no more calls than a step of one, but four times the time a call, less if the
+    loss is `for_many`: on a CPU that pays off for many clients with small models, not for convolutions. Models with
+    dropout, which draws from torch's one global generator, train in a loop; a loss or model that torch.vmap refuses (it
+    asks for a value, as in `if x.max() > 0`) trains client by client, with one warning.
     """
-
-    # Narrower stacks, and those of more numbers a client, lost to a loop on a CPU. Steps that take gradients by
-    # torch.func pay its price in a loop too, so for them it takes fewer clients.
-    WIDTH, STEPS, NUMBERS = 8, 4, 20_000
 
     def __init__(self, name="auto", model=None, device="cpu", width=1.0):
         self.wanted = choice("engine", name, ("auto", "loop", "threads", "stacked"))
-        self.width, self.on_cpu = width, torch.device(device).type == "cpu"
+        self.width, self.device = width, torch.device(device)
+        self.on_cpu = self.device.type == "cpu"
         self.convolutional = model is not None and model.convolutional
         self.name = name if name in ("loop", "threads") else "threads" if self.convolutional and self.on_cpu else "loop"
         self.checked, self.refused = set(), set()  # (loss, model) that can be stacked, and that cannot
+        self.graphs = None if self.on_cpu else Graphs()
         if model is not None and model.dropout:
             if name == "stacked":
                 warnings.warn(f"model={model.name!r}: has dropout, so its clients train in a loop", stacklevel=2)
             self.name = self.wanted = "loop"
 
-    def may_stack(self, least=WIDTH):
-        """Whether any training is stacked that needs stacks of `least` clients."""
-        return self.wanted == "stacked" or (self.wanted == "auto" and self.width >= least)
+    def may_stack(self, kind):
+        """Whether training of a `kind`, a key of WIDTH, is stacked at all."""
+        return self.wanted == "stacked" or (self.wanted == "auto" and self.width >= WIDTH[kind])
 
     def names(self):
         """What a run's result depends on, if only by rounding."""
         if self.wanted == "stacked":
             return ["all stacked"]
-        widths = {"stacked": self.WIDTH, "stacked steps": self.STEPS}
-        return [self.name, *(name for name, least in widths.items() if self.may_stack(least))]
+        return [self.name, *filter(self.may_stack, WIDTH)]
 
-    def stacks(self, loss, model, numbers, vectors, least=WIDTH):
-        """Whether clients train all at once on `loss`: `numbers` trained ones each; vectors: inputs are [B, r]; least:
-        as for may_stack.
+    def stacks(self, kind, loss, model, numbers, vectors):
+        """Whether clients train all at once on `loss`, training of a `kind`: `numbers` trained ones each; vectors:
+        inputs are [B, r].
         """
-        small = numbers <= self.NUMBERS and (vectors or not self.convolutional)
+        small = numbers <= NUMBERS[kind] and (vectors or not self.convolutional)
         helps = self.wanted == "stacked" or small or not self.on_cpu
-        return self.may_stack(least) and helps and (loss, model) not in self.refused
+        return self.may_stack(kind) and helps and (loss, model) not in self.refused
+
+    def room(self, numbers):
+        """How many clients of so many trained numbers are stacked at a time; more would not fit into a GPU's memory."""
+        if self.on_cpu:
+            return 2**31
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return max(1, int(free // (2 * COPIES * 8 * max(numbers, 1))))
 
     def each(self, f, sizes):
         """f(i) for every client i, the largest `sizes[i]` first. The first exception of any client is raised."""
@@ -210,7 +221,7 @@ class Clients:
             moves[k] &= int(name.partition("/")[0]) not in unmoved
         # One sample has no variance for batch-norm to divide by.
         skip_singles = self.model.batch_norm and any(self.model.is_buffer(name) for name, _ in named)
-        order = functools.partial(self._order, phase)
+        order = functools.partial(_order, self.seed, self.round, self.ids, self.n, phase)
         about = {"fixed": fixed, "data": self.data, "order": order, "epochs": epochs, "trained": moves, "rule": rule}
         if isinstance(self.model, Pair):
             parts = [name.partition("/")[0] for (name, _), own in zip(named, moves, strict=True) if own]
@@ -236,19 +247,22 @@ class Clients:
         """The descent by the engine that suits it: (trained tree, mean values, samples, skipped batches)."""
         what, features = descent.step or descent.loss, isinstance(self.data, _Later)
         train = np.flatnonzero(descent.epochs).tolist()
-        least = Engine.WIDTH if descent.step is None else Engine.STEPS
-        if features and self.engine.may_stack(least):
+        kind = "stacked steps" if descent.step else "stacked"
+        if self.model.plain and getattr(descent.loss, "for_many", False):
+            kind = "stacked for many"
+        if features and self.engine.may_stack(kind):
             self.engine.each(lambda j: self.data[train[j]], self.n[train])
         vectors = features and self.data.complete(train) and self.data[train[0]][0].ndim == 2
         refusal = None
-        if self.engine.stacks(
-            what, self.model, sum(t[0].numel() for t in descent.moving(descent.params)), vectors, least
-        ):
+        numbers = sum(t[0].numel() for t in descent.moving(descent.params))
+        if self.engine.stacks(kind, what, self.model, numbers, vectors):
             try:
                 nothing = tuple(t[:0] for t in self.data[train[0]])
                 data = [self.data[i] if number else nothing for i, number in enumerate(descent.epochs)]
                 with one_thread():
-                    given = all_at_once(replace(descent, data=data), (what, self.model) not in self.engine.checked)
+                    first = (what, self.model) not in self.engine.checked
+                    run = functools.partial(all_at_once, check=first, graphs=self.engine.graphs)
+                    given = in_turns(replace(descent, data=data), self.engine.room(numbers), run)
                 if given[2].any():  # a step was taken, so it was checked
                     self.engine.checked.add((what, self.model))
                 return given
@@ -335,7 +349,7 @@ class Clients:
     def mean(self, loss, params, *fixed):
         """The mean of `loss`, one as for `sgd`, over each client's local samples, in evaluation mode: float64 [C]."""
         descent = self._descent(params, fixed, "mean", None, {}, loss=loss)
-        means = torch.zeros(len(self.n), dtype=torch.float64)
+        means, data = torch.zeros(len(self.n), dtype=torch.float64), self.data
 
         @torch.no_grad()
         def client(i):
@@ -347,7 +361,7 @@ class Clients:
         @torch.no_grad()
         def two_samples():
             own, still = descent.of_client(0)
-            loss(self.model, own, _two(self.data), *still)
+            loss(descent.model, own, _two(data), *still)
 
         self.engine.each(client, self.n)
         self._count(_kind("mean", descent), two_samples, self.n)
@@ -361,6 +375,7 @@ class Clients:
         """
         descent = self._descent(params, fixed, "gradient", None, {}, loss=loss)
         gradient, after, skipped = trees.full_like(params, 0), trees.clone(params), np.zeros(len(self.n))
+        data = self.data
 
         @torch.no_grad()
         def client(i):
@@ -377,7 +392,7 @@ class Clients:
 
         def two_samples():
             own, still = descent.of_client(0)
-            slope(self.model, loss, own, _two(self.data), *still)
+            slope(descent.model, loss, own, _two(data), *still)
 
         def in_context(i):
             with self._dropout(i, "gradient"):
@@ -399,9 +414,9 @@ class Clients:
 
         They are computed when a client first trains on them, so that one thread extracts while another trains.
         """
-        features = self._forward(Model.extract, extractor)
+        features, data = self._forward(Model.extract, extractor), self.data
         behind = copy.copy(self)
-        behind.data = _Later(lambda i: (features[i], self.data[i][1]), len(self.n))
+        behind.data = _Later(lambda i: (features[i], data[i][1]), len(self.n))
         return behind
 
     def class_mean(self, f, params):
@@ -421,16 +436,17 @@ class Clients:
     def _forward(self, f, params):
         """f(model, params, x) of each client's samples, without gradients: tensors [n, ...], _Later."""
         self._check_rows("params", params)
-        samples = np.zeros(len(self.n))
+        # Not of the clients themselves, here and above: what they count would hold them, and all models of their round.
+        model, data, n, samples = self.model, self.data, self.n, np.zeros(len(self.n))
 
         def client(i):
-            own = own_copy(trees.row(params, i), self.model.plain)
-            samples[i] = self.n[i]
-            return _forward(lambda x: f(self.model, own, x), self.data[i][0])
+            own = own_copy(trees.row(params, i), model.plain)
+            samples[i] = n[i]
+            return _forward(lambda x: f(model, own, x), data[i][0])
 
         @torch.no_grad()
         def two_samples():
-            f(self.model, trees.row(params, 0), _two(self.data)[0])
+            f(model, trees.row(params, 0), _two(data)[0])
 
         self._count(f, two_samples, samples)
         return _Later(client, len(self.n))
@@ -446,11 +462,6 @@ class Clients:
                 self._flop_cache[kind] = counter.get_total_flops() / 2
             flops += self._flop_cache[kind] * samples
         return flops
-
-    def _order(self, phase, i, epoch, draw):
-        """The order in which client i goes through its samples in one epoch; several draws are independent."""
-        names = "batches", self.round, int(self.ids[i]), phase, epoch
-        return rng(self.seed, *names, *([draw] if draw else [])).permutation(len(self.data[i][1]))
 
     @contextlib.contextmanager
     def _dropout(self, i, phase):
@@ -468,7 +479,7 @@ class Clients:
         self._work.append(((self.model, work), lambda data=self.data: data[0][0].shape[1:], step, samples))
 
     def _record(self, phase, seen, out):
-        finite = np.array([all(bool(t[i].isfinite().all()) for t in trees.leaves(out)) for i in range(len(seen))])
+        finite = trees.finite(out).numpy()
         for name in sorted({name for values in seen for name in values}):
             means = np.array([float(values.get(name, np.nan)) for values in seen])
             self.log[phase if name == "loss" else f"{phase}.{name}"] = means
@@ -480,6 +491,12 @@ class Clients:
                 f"round {self.round}, client {who}, phase {phase!r}: training diverged (loss or parameters are not "
                 f"finite); a smaller lr may help"
             )
+
+
+def _order(seed, round, ids, n, phase, i, epoch, draw):
+    """The order in which client i goes through its n[i] samples in one epoch; several draws are independent."""
+    names = "batches", round, int(ids[i]), phase, epoch
+    return rng(seed, *names, *([draw] if draw else [])).permutation(n[i])
 
 
 class _Later:
@@ -562,6 +579,26 @@ def one_thread():
     finally:
         torch.set_num_threads(before)
         _outside.reset(outside)
+
+
+PRECISIONS = ("full", "tf32", "bf16")
+
+
+@contextlib.contextmanager
+def arithmetic(precision, device):
+    """Within: float32's products and convolutions on a GPU are full, in TF32, or in bfloat16 where torch.autocast says.
+    Torch's own default is TF32 for convolutions.
+    """
+    kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = [kind.fp32_precision for kind in kinds]
+    for kind in kinds:
+        kind.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+    try:
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            yield
+    finally:
+        for kind, old in zip(kinds, before, strict=True):
+            kind.fp32_precision = old
 
 
 @functools.cache

@@ -101,6 +101,22 @@ def clone(tree):
     return tree_map(torch.clone, tree)
 
 
+def owner(*others):
+    """A function that returns a tensor; a copy if its memory is that of a leaf of the trees `others`, of an earlier
+    tensor, or of several numbers of its own at once.
+    """
+    seen = {t.untyped_storage().data_ptr() for t in leaves(others)}
+
+    def own(t):
+        memory = t.untyped_storage().data_ptr()
+        if memory in seen or not t.is_contiguous():
+            return t.clone(memory_format=torch.contiguous_format)
+        seen.add(memory)
+        return t
+
+    return own
+
+
 def full_like(tree, value):
     """A tree of `value` with the shapes of `tree`."""
     return tree_map(lambda t: torch.full_like(t, value), tree)
@@ -141,11 +157,28 @@ def average(tree, weights):
         if t.dtype == torch.bool:
             raise ValueError("average: true and false have no mean; average Rows over those who have each of them")
         total = torch.zeros(t.shape[1:], dtype=torch.float64, device=t.device)
+        one = torch.empty_like(total)  # the same memory for all, for new memory takes as long as the sum
         for weight, client in zip(w, t, strict=True):
-            total.add_(client.to(torch.float64), alpha=float(weight))
+            total.add_(one.copy_(client), alpha=float(weight))
         return (total if t.is_floating_point() else total.round()).to(t.dtype)
 
     return tree_map(mean, tree)
+
+
+def finite(tree):
+    """Which clients' numbers are all finite: bool [C] of leaves [C, ...], at least one.
+
+    A sum is not finite where a number is not, and takes a tenth of the time of looking at each; but it may be too large
+    where all are finite.
+    """
+
+    def leaf(t):
+        flat = t.reshape(len(t), t.shape[1:].numel())
+        if not t.is_floating_point() or bool((fine := flat.sum(1).isfinite()).all()):
+            return torch.ones(len(t), dtype=torch.bool)
+        return torch.stack([ok if ok else row.isfinite().all() for ok, row in zip(fine, flat, strict=True)]).cpu()
+
+    return torch.stack([leaf(t) for t in leaves(tree)]).all(0)
 
 
 def unequal(a, b):

@@ -3,6 +3,7 @@
 import functools
 import gc
 import itertools
+import math
 import threading
 import warnings
 
@@ -281,6 +282,7 @@ def test_a_model_that_is_all_head():
     """Its extractor is an empty dict, in params and among what stands still."""
     model = mlp(head_layers=2)
 
+    @models.for_many
     def under_nothing(model, head, batch, extractor):
         return model_loss(model, (extractor, head), batch)
 
@@ -487,10 +489,13 @@ def test_the_check_sees_what_is_not_a_number(monkeypatch):
 
         return nan
 
+    def plain_loss(*args):
+        return model_loss(*args)  # not marked as for many
+
     monkeypatch.setattr(torch, "vmap", spoilt)
     c = clients(mlp(), "stacked", sizes=(10,) * 4)
     with pytest.warns(UserWarning, match="other numbers"):
-        got = c.sgd(model_loss, start(mlp()))
+        got = c.sgd(plain_loss, start(mlp()))
     assert len(unspoilt) == 1
     assert trees.unequal(got, clients(mlp(), "loop", sizes=(10,) * 4).sgd(model_loss, start(mlp()))) == 0
 
@@ -578,7 +583,7 @@ def test_auto_stacks_many_small_networks_of_similar_size(used):
 
 @pytest.mark.parametrize(
     "options",
-    [{"sizes": (30,) * 5}, {"join_ratio": 0.2}, {"sizes": (640,) + (10,) * 19}],
+    [{"sizes": (30,) * 2}, {"join_ratio": 0.1}, {"sizes": (640,) + (10,) * 19}],
     ids=["few", "few join", "one is large"],
 )
 def test_auto_loops_where_few_would_train_side_by_side(options, used):
@@ -601,9 +606,10 @@ def test_auto_stacks_whatever_is_wide_on_a_gpu():
     for model in (models.build("cnn", (1, 28, 28), 10), models.build("fasttext", (20,), 4, vocabulary=98_635)):
         numbers = sum(t.numel() for t in trees.leaves(model.init()))
         wide, narrow = (Engine("auto", model, "cuda", width=width) for width in (20, 3))
-        assert wide.stacks(model_loss, model, numbers, False) and not narrow.stacks(model_loss, model, numbers, False)
-        assert not Engine("auto", model, "cpu", width=20).stacks(model_loss, model, numbers, False)
-        assert not Engine("loop", model, "cuda", width=20).stacks(model_loss, model, numbers, False)
+        case = "stacked", model_loss, model, numbers, False
+        assert wide.stacks(*case) and not narrow.stacks(*case)
+        assert not Engine("auto", model, "cpu", width=20).stacks(*case)
+        assert not Engine("loop", model, "cuda", width=20).stacks(*case)
 
 
 def test_the_choice_does_not_depend_on_who_is_sampled(used):
@@ -700,16 +706,76 @@ def test_two_federations_at_once():
 def test_a_loss_without_a_name_can_be_stacked_and_refused():
     c, params = clients(mlp(), "stacked"), start(mlp())
     want = c.sgd(model_loss, params)
-    assert trees.unequal(c.sgd(functools.partial(model_loss), params), want) == 0
+    assert trees.unequal(c.sgd(functools.partial(model_loss), params), want) < 1e-15
     with pytest.warns(UserWarning, match="cannot be stacked"):
         c.sgd(functools.partial(branching), params)
 
 
-def test_steps_that_are_not_sgd_are_stacked_from_fewer_clients():
-    """Their gradients come by torch.func, which is slow one client at a time, too."""
+def test_steps_and_losses_for_many_are_stacked_from_fewer_clients():
+    """Gradients by torch.func are slow one client at a time, too; and losses for many need no torch.vmap."""
     model = mlp()
-    for width, sgd, steps in ((3.9, False, False), (4.0, False, True), (8.0, True, True)):
-        engine = Engine("auto", model, width=width)
-        assert engine.stacks(model_loss, model, 100, vectors=False) == sgd
-        assert engine.stacks(model_loss, model, 100, vectors=False, least=Engine.STEPS) == steps
-        assert ("stacked" in engine.names()) == sgd and ("stacked steps" in engine.names()) == steps
+    for width, expected in ((2.9, []), (3.0, [2]), (4.0, [1, 2]), (8.0, [0, 1, 2])):
+        engine, kinds = Engine("auto", model, width=width), ("stacked", "stacked steps", "stacked for many")
+        stacked = [kind for kind in kinds if engine.stacks(kind, model_loss, model, 100, vectors=False)]
+        assert stacked == [kinds[k] for k in expected] and engine.names() == ["loop", *stacked]
+    for kind, most in (("stacked", 20_000), ("stacked for many", 40_000)):
+        assert engine.stacks(kind, model_loss, model, most, False)
+        assert not engine.stacks(kind, model_loss, model, most + 1, False)
+
+
+# Losses for many clients
+
+
+def test_cross_entropy_of_many_clients_is_each_ones():
+    """Of logits (0, 0): log 2. The third sample of the second client does not count."""
+    logits, y = torch.zeros(2, 3, 2), torch.tensor([[0, 1, 0], [1, 0, -100]])
+    logits[1, 2] = torch.tensor([50.0, -50.0])
+    assert models.cross_entropy(logits, y).tolist() == pytest.approx([math.log(2)] * 2)
+    for one, labels in zip(logits, y, strict=True):
+        assert models.cross_entropy(one, labels).item() == pytest.approx(math.log(2))
+
+
+@pytest.fixture
+def no_vmap(monkeypatch):
+    monkeypatch.setattr(torch, "vmap", lambda f: lambda *args: pytest.fail("torch.vmap was called"))
+
+
+@pytest.mark.parametrize("rule", [{}, HARD, {"drop_last": True}, {"momentum": 0.9, "epochs": [2, 0, 1, 3]}])
+def test_a_loss_for_many_needs_no_vmap_and_fills_up_short_batches(no_vmap, rule):
+    """Clients of 61, 1, 7 and 10 samples: one step a batch of the largest, however many sizes there are."""
+    calls = []
+
+    @models.for_many
+    def counted(model, params, batch):
+        calls.append(tuple(batch[1].shape))
+        return model_loss(model, params, batch)
+
+    both(mlp(), lambda c, p: c.sgd(counted, p, **rule), sizes=(61, 1, 7, 10))
+    widths = [shape[0] for shape in calls if len(shape) == 2]
+    assert max(widths) <= 4 and all(shape[1] == 10 for shape in calls if len(shape) == 2 and shape[0] > 1)
+
+
+def test_what_cannot_do_with_many_clients_goes_by_vmap(used):
+    """Convolutions, a user's module, and a loss that is marked for many but gives one number."""
+
+    @models.for_many
+    def whole(model, params, batch):
+        return model_loss(model, params, batch).mean()
+
+    for model, loss in ((models.build("cnn-small", (1, 8, 8), CLASSES), model_loss), (mlp(), whole)):
+        assert torch.isfinite(trees.leaves(clients(model, "stacked").sgd(loss, start(model)))[0]).all()
+    assert [way for _, way in used] == ["stacked", "stacked"]
+
+
+def test_a_loss_wrongly_marked_for_many_is_found_out():
+    """It mixes the clients: the mean over all of them, for each."""
+
+    @models.for_many
+    def mixed(model, params, batch):
+        loss = model_loss(model, params, batch)
+        return loss.mean().expand_as(loss) if loss.ndim else loss
+
+    c = clients(mlp(), "stacked")
+    with pytest.warns(UserWarning, match="cannot be stacked, so clients train one by one: stacked, it gives other"):
+        got = c.sgd(mixed, start(mlp()))
+    assert trees.unequal(got, clients(mlp(), "loop").sgd(model_loss, start(mlp()))) == 0

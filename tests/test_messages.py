@@ -144,13 +144,20 @@ def test_structure_and_names_stay():
 
 def test_what_arrives_is_not_the_servers_memory():
     server = {"own": torch.ones(3, 2), "one": torch.ones(2), "rows": rows(THREE, 2).values}
-    message = received((server["own"], Shared(server["one"]), Rows(server["rows"], rows(THREE).present)), 3)
+    message = received((server["own"], Shared(server["one"]), Rows(server["rows"], rows(THREE).present)), 3, server)
     assert memory(message).isdisjoint(memory(server))
+
+
+def test_what_was_made_for_the_message_is_not_copied_but_no_two_leaves_are_one_memory():
+    made = torch.ones(3, 4)
+    a, b, c = received((made, made[:, 1:], torch.ones(3, 1).expand(3, 5)), 3, {"other": torch.ones(3)})
+    assert a is made and len(memory((a, b, c))) == 3
+    assert all(t.is_contiguous() and torch.equal(t, torch.ones_like(t)) for t in (a, b, c))
 
 
 def test_present_is_not_the_servers_memory():
     given = rows(THREE, 2)
-    received(given, 3).present.zero_()
+    received(given, 3, given).present.zero_()
     assert given.present.sum() == 5
 
 

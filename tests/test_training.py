@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pflkit import training, trees
-from pflkit.descent import slope
+from pflkit.descent import Descent, slope
 from pflkit.methods.fedavg import model_loss
 from pflkit.methods.fedrep import extractor_loss, head_loss
 from pflkit.models import as_trained, build, from_modules
@@ -2059,3 +2059,94 @@ def test_a_split_of_a_split_and_behind_an_extractor():
 def test_impossible_shares_of_a_split_are_refused(share):
     with pytest.raises(ValueError, match=rf"^share={share!r}: must be a finite number"):
         counted(SIZES).split(share, "meta")
+
+
+# A step of a batch's words only
+
+
+WORDS = 40
+
+
+def texts(engine="loop", **rule):
+    """A fastText and clients of it, whose words are the first 20 of 40, each several times in a text and in a batch."""
+    model = build("fasttext", (8,), CLASSES, vocabulary=WORDS)
+    draw = torch.Generator().manual_seed(0)
+    own = [(torch.randint(20, (n, 8), generator=draw), torch.randint(CLASSES, (n,), generator=draw)) for n in SIZES]
+    return sampled(model, data=own, engine=engine, **rule), start(model)
+
+
+def far_from_zero(model, params, batch):
+    """A loss that reads the whole embedding, beside the words of the batch."""
+    return model_loss(model, params, batch) + 0.1 * params[0]["embed.weight"].square().sum()
+
+
+def two_readings(model, params, batch):
+    """The model reads the batch, and its first text again."""
+    return model_loss(model, params, batch) + model_loss(model, params, (batch[0][:1], batch[1][:1]))
+
+
+def of_a_mix(model, params, batch):
+    """The trained embedding is not what the model reads, but made into it."""
+    mixed = {name: (t + 1) / 2 for name, t in params[0].items()}
+    return model_loss(model, (type(params[0])(mixed), params[1]), batch)
+
+
+@pytest.fixture
+def sparse(monkeypatch):
+    """Whether each reading of an embedding was to have a sparse gradient."""
+    seen, real = [], F.embedding
+
+    def embedding(*args, **options):
+        seen.append(options.get("sparse", False))
+        return real(*args, **options)
+
+    monkeypatch.setattr(F, "embedding", embedding)
+    return seen
+
+
+STEPS = {
+    "plain": (model_loss, {}, True),
+    "two epochs": (model_loss, {"epochs": 2}, True),
+    "two rates": (model_loss, {"lr": (0.5, 0.1)}, True),
+    "two readings": (two_readings, {}, True),
+    "the whole embedding too": (far_from_zero, {}, True),  # its gradient is a sum of a sparse and a dense one
+    "a mix": (of_a_mix, {}, False),
+    "momentum": (model_loss, {"momentum": 0.9}, False),
+    "decay": (model_loss, {"weight_decay": 0.1}, False),
+    "clip": (model_loss, {"clip": 0.5}, False),
+    "project": (model_loss, {"project": lambda t: t.clamp(-1, 1)}, False),
+    "pull": (model_loss, {"pull": lambda p: (trees.full_like(p, 0), 0.1)}, False),
+}
+
+
+@EXACT
+@pytest.mark.parametrize(("loss", "options", "rows"), STEPS.values(), ids=STEPS)
+def test_a_step_of_a_batchs_words_is_the_step_of_all_words(loss, options, rows, engine, sparse, monkeypatch):
+    clients, params = texts(engine, lr=0.5)
+    options = {name: value(params) if name == "pull" else value for name, value in options.items()}
+    sparse.clear()  # of what building a model reads
+    got = clients.sgd(loss, params, **options)
+    assert set(sparse) == {rows}
+    monkeypatch.setattr(Descent, "only_descends", False)
+    sparse.clear()
+    assert trees.unequal(got, clients.sgd(loss, params, **options)) < 1e-12 and set(sparse) == {False}
+
+
+@EXACT
+def test_words_that_a_client_has_not_stay_as_they_were_to_the_bit(engine):
+    clients, params = texts(engine, lr=0.5)
+    before, after = params[0]["embed.weight"], clients.sgd(model_loss, params)[0]["embed.weight"]
+    for i, (x, _) in enumerate(clients.data):
+        has = x.unique()
+        moved = (before[i] != after[i]).any(1)
+        assert moved.nonzero().flatten().tolist() == has[has > 0].tolist()  # 0 is the pad
+
+
+def test_an_embedding_under_a_gradient_of_a_gradient_and_without_training(sparse):
+    """slope, through, mean and evaluate have no use for sparse gradients."""
+    clients, params = texts()
+    clients.mean(model_loss, params)
+    clients.gradient(model_loss, params)
+    clients.through(params[0]).sgd(head_loss, params[1])
+    clients.steps(lambda m, p, b: (slope(m, model_loss, p, b[0])[0], torch.zeros(())), params)
+    assert sparse and not any(sparse)

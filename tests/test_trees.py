@@ -227,3 +227,13 @@ def test_like_undoes_leaves():
 def test_like_refuses_too_few_and_too_many(leaves):
     with pytest.raises(ValueError, match=f"^like: {len(leaves)} tensors are (fewer|more) than the tree has leaves"):
         trees.like({"a": 0, "b": ({}, 0)}, leaves)
+
+
+@pytest.mark.parametrize("bad", [NAN, float("inf"), -float("inf")])
+def test_finite_tells_the_clients_whose_numbers_are_not(bad):
+    """Sums of inf and -inf, and sums too large for float32, are no numbers; 2e38 twice is fine all the same."""
+    large = torch.full((4, 2), 2e38)
+    values = torch.tensor([[0.0, 1.0], [bad, 1.0], [bad, -bad], [2.0, 3.0]])
+    t = {"a": values, "n": torch.arange(4), "none": torch.ones(4, 0), "one": torch.ones(4), "large": large}
+    assert trees.finite(t).tolist() == [True, False, False, True]
+    assert trees.finite({"a": torch.tensor([1.0, bad, 2.0])}).tolist() == [True, False, True]

@@ -43,6 +43,7 @@ from torch.nn.functional import cross_entropy, linear
 from pflkit.checks import integer, real
 from pflkit.messages import Shared
 from pflkit.methods.fedrep import extractor_loss, head_loss
+from pflkit.models import for_many
 from pflkit.trees import average, full_like, lerp, tree_map
 
 
@@ -83,6 +84,7 @@ def clip01(w):
     return w.clamp(0, 1)
 
 
+@for_many
 def weights_loss(model, W, batch, h_local, h_global):
     """Mean cross-entropy of ONE client's mixed head, as a function of its weights W; batch = (z [B, r], y [B])."""
     return head_loss(model, aggregate_head(h_local, h_global, W), batch)

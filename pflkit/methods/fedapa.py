@@ -85,7 +85,7 @@ def proxy(sent, returned, trained):
     """P = ½ ‖θ̄_i − θ'_i‖² of C clients: [C]."""
 
     def leaf(a, b, counts):
-        return rows(a - b).square().sum(1) if counts else 0
+        return rows(a - b).square_().sum(1) if counts else 0  # in place: of 500 clients' CNNs it is 1 GB
 
     return sum(leaves(tree_map(leaf, sent, returned, trained))) / 2
 

@@ -22,12 +22,12 @@ Where released code differs, and what we do:
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch.nn.functional import cross_entropy
-
 from pflkit.messages import Shared
+from pflkit.models import cross_entropy, for_many
 from pflkit.trees import average
 
 
+@for_many
 def model_loss(model, params, batch):
     """Mean cross-entropy of ONE client's whole model; params = (extractor, head), batch = (x [B, ...], y [B])."""
     return cross_entropy(model.predict(params, batch[0]), batch[1])

@@ -30,18 +30,19 @@ Where released code differs, and what we do:
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch.nn.functional import cross_entropy
-
 from pflkit.checks import integer
 from pflkit.messages import Shared
+from pflkit.models import cross_entropy, for_many
 from pflkit.trees import average
 
 
+@for_many
 def head_loss(model, head, batch):
     """Mean cross-entropy of ONE client's head on features; batch = (z [B, r], y [B])."""
     return cross_entropy(model.classify(head, batch[0]), batch[1])
 
 
+@for_many
 def extractor_loss(model, extractor, batch, head):
     """Mean cross-entropy of ONE client's extractor under its frozen head; batch = (x [B, ...], y [B])."""
     return cross_entropy(model.predict((extractor, head), batch[0]), batch[1])

@@ -1,0 +1,67 @@
+"""Steps on a GPU as CUDA graphs: a step's hundreds of launches are recorded once, and then are one.
+
+A graph replays the same kernels on the same memory. So what a step reads and writes must stay where it is: `hold`
+copies values into such a place.
+"""
+
+import warnings
+
+import torch
+
+WARM = 3  # steps that are taken as they are before one is recorded, so that libraries have made their choices
+MOST = 256  # recorded steps of one federation; beyond, all are forgotten, lest they fill the memory
+
+
+class Graphs:
+    """Recorded steps, by keys (place, width): steps of one `place` share what they hold.
+
+    capture(step) returns (replay, what the step returned); where it fails, steps are taken as they are from then on,
+    with one warning.
+    """
+
+    def __init__(self, capture=None):
+        self.capture = capture or record
+        self.held, self.taken, self.recorded, self.works = {}, {}, {}, True
+
+    def hold(self, place, name, tensors):
+        """The same values in tensors [C, ...] that stay where they are: the first C rows of what was held before.
+
+        Where there are more clients than before, the place is made larger, and its recorded steps are forgotten.
+        """
+        held = self.held.get((place, name))
+        if held is None or any(len(b) < len(t) for b, t in zip(held, tensors, strict=True)):
+            self.held[place, name] = held = [
+                torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors
+            ]
+            self.recorded = {key: step for key, step in self.recorded.items() if key[0] != place}
+        return [b[: len(t)].copy_(t) for b, t in zip(held, tensors, strict=True)]
+
+    def __call__(self, place, width, step):
+        """What step() returns; taken as it is, or replayed. The result of a replay is overwritten by the next one."""
+        key = place, width
+        if key in self.recorded:
+            replay, result = self.recorded[key]
+            replay()
+            return result
+        self.taken[key] = self.taken.get(key, 0) + 1
+        if not self.works or self.taken[key] <= WARM:
+            return step()
+        if len(self.recorded) >= MOST:
+            self.recorded = {}
+        try:
+            self.recorded[key] = self.capture(step)
+        except RuntimeError as error:
+            self.works = False
+            reason = str(error).strip().partition("\n")[0]
+            text = f"steps cannot be recorded as CUDA graphs, so they are launched one by one: {reason}"
+            warnings.warn(text, stacklevel=2)
+            return step()
+        return self(place, width, step)
+
+
+def record(step):
+    """(replay, what the step returned) of a step on a GPU; recording takes no step."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+    return graph.replay, result

@@ -1,0 +1,240 @@
+"""All clients' training at once: a step of many clients is one step on tensors with a client axis."""
+
+import functools
+import numbers
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from pflkit import trees
+from pflkit.descent import gradients, sgd_step, step_of, value_and_extras
+from pflkit.models import as_trained
+
+
+def in_turns(d, most, run):
+    """`run`, such as all_at_once, of a Descent's clients, `most` of them at a time; what it returns for all of them."""
+    if most >= (C := len(d.epochs)):
+        return run(d)
+    given = []
+    for start in range(0, C, most):
+        these = slice(start, start + most)
+        some = functools.partial(trees.tree_map, lambda t, these=these: t[these])
+        own = {"params": some(d.params), "fixed": tuple(d.still(some)), "data": d.data[these]}
+        own |= {"epochs": d.epochs[these], "pull": d.pull and (some(d.pull[0]), d.pull[1])}
+        own |= {"order": lambda i, epoch, draw, start=start: d.order(start + i, epoch, draw)}
+        given.append(run(replace(d, **own)))
+    out, seen, samples, skipped = zip(*given, strict=True)
+    seen = [values for part in seen for values in part]
+    return trees.join(out), seen, np.concatenate(samples), np.concatenate(skipped)
+
+
+@torch.enable_grad()
+def all_at_once(d, check, graphs=None):
+    """The same as `descent.one_by_one`.
+
+    check: compare the first step's losses, gradients and buffers with those of each client by itself, and raise
+    RuntimeError where they differ, for torch.vmap is wrong here and there (it forgets an embedding's `padding_idx`).
+    graphs: Graphs by which the steps are recorded and replayed, or None.
+
+    Within an epoch the clients with most batches are on top, so that those still training are the first rows of the
+    stack. With a loss `for_many` a client's short last batch is filled up with samples that do not count; else all full
+    batches go first, then the short ones, those of one size together, so that nothing is masked or padded. Who has
+    finished is not touched.
+    """
+    stack, size, epochs = Stack(d, check, graphs), d.rule.batch_size, np.array(d.epochs)
+    n, first = stack.n, np.cumsum(stack.n) - stack.n
+    skipped, means, running = np.zeros(len(n)), [[] for _ in n], np.arange(len(n))
+    for epoch in range(epochs.max()):
+        running = running[epochs[running] > epoch]
+        steps = n[running] // size if d.rule.drop_last or not stack.many else -(-n[running] // size)
+        running, steps = (part[np.argsort(-steps, kind="stable")] for part in (running, steps))
+        orders = {i: first[i] + np.stack([d.order(i, epoch, k) for k in range(d.draws)]) for i in running.tolist()}
+        before, started = stack.sums["loss"].clone() if stack.sums else 0, stack.samples.copy()
+        if d.skip_singles and size == 1:
+            skipped[running] += steps
+        elif steps.max(initial=0):
+            table = np.full((len(running), d.draws, steps[0] * size), stack.nobody, dtype=np.int64)
+            for j, i in enumerate(running.tolist()):
+                used = min(n[i], steps[j] * size)
+                table[j, :, :used] = orders[i][:, :used]
+            batches = torch.from_numpy(table).unflatten(2, (steps[0], size)).permute(2, 0, 1, 3)
+            widths = (steps > np.arange(steps[0])[:, None]).sum(1)
+            sizes = np.clip(n[running] - size * np.arange(steps[0])[:, None], 0, size)
+            sizes *= np.arange(len(running)) < widths[:, None]
+            stack.train(running, batches, widths.tolist(), sizes)
+        short = np.zeros_like(steps) if d.rule.drop_last or stack.many else n[running] % size
+        for length in np.unique(short[short > 0]).tolist():
+            rows = running[short == length]
+            if d.skip_singles and length == 1:
+                skipped[rows] += 1
+            else:
+                last = torch.from_numpy(np.stack([orders[i][:, -length:] for i in rows.tolist()]))
+                stack.train(rows, last[None], [len(rows)], np.full((1, len(rows)), length))
+        if d.until is not None and stack.sums:
+            stepped = stack.samples - started
+            mean = ((stack.sums["loss"] - before).cpu().numpy() / np.maximum(stepped, 1)).tolist()
+            for i in np.flatnonzero(stepped).tolist():
+                means[i].append(mean[i])
+            running = np.array([i for i in running if not stepped[i] or not d.until(means[i])], dtype=np.int64)
+    return trees.like(d.params, stack.whole), stack.seen(), stack.samples, skipped
+
+
+class Stack:
+    """C clients' leaves `whole` [C, ...] and momentum, and their samples behind each other.
+
+    `nobody` is the number of a sample that does not count; `many`: whether the loss is one for many, and the model can
+    do with it. `sums`, by name, are of each client's values, over all `samples` [C].
+    """
+
+    def __init__(self, d, check, graphs):
+        self.d, self.check, self.graphs = d, check, graphs
+        x, y = d.data[0]
+        extra = x.new_zeros(1, *x.shape[1:]), y.new_full((1,), -100)
+        self.x, self.y = map(torch.cat, zip(*d.data, extra, strict=True))
+        self.n, self.nobody = np.array([len(y) for _, y in d.data]), len(self.y) - 1
+        self.whole = [leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in trees.leaves(d.params)]
+        moving = d.moving(trees.like(d.params, self.whole))
+        self.velocity = [torch.zeros_like(t) for t in moving] if d.rule.momentum else []
+        self.sums, self.counts, self.samples = {}, {}, np.zeros(len(self.n))
+        self.many, self.by_vmap = self._for_many(), torch.vmap(self._of_one)
+
+    def train(self, rows, batches, widths, sizes):
+        """Steps of the clients `rows`: batches [steps, C, draws, B] are numbers of samples; step k is of the first
+        widths[k] clients, never growing; sizes [steps, C]: how many samples count.
+        """
+        d, device = self.d, self.y.device
+        at, batches, seen, width = torch.from_numpy(rows).to(device), batches.to(device), [], None
+        place = self._place(batches.shape) if self.graphs else None
+        hold = functools.partial(self.graphs.hold, place) if self.graphs else lambda name, tensors: tensors
+        fixed = [f for f in d.fixed if not isinstance(f, numbers.Real)]
+        own, speeds = hold("own", [t[at] for t in self.whole]), hold("speeds", [t[at] for t in self.velocity])
+        anchors = hold("anchors", [trees.pick(t, at) for t in d.moving(d.pull[0])] if d.pull else [])
+        stills = [hold(f"still {k}", [trees.pick(t, at) for t in trees.leaves(f)]) for k, f in enumerate(fixed)]
+        for batch, wide in zip(batches, widths, strict=True):
+            if wide != width:
+                width, rest = wide, ([t[:wide] for t in part] for part in (own, speeds, anchors, *stills))
+                step = _Step(self, *rest)
+            inputs = hold("inputs", [self.x[batch[:width]], self.y[batch[:width]]])
+            if self.check:
+                self.check, found = False, step(*inputs, [step.alone(j, *inputs) for j in range(width)])
+            elif self.graphs:
+                found = self.graphs(place, width, functools.partial(step, *inputs))
+                found = {name: value.clone() for name, value in found.items()}  # the next replay overwrites it
+            else:
+                found = step(*inputs)
+            seen.append(found)
+        self._record(rows, at, seen, sizes)
+        for t, new in zip(self.whole + self.velocity, own + speeds, strict=True):
+            t[at] = new
+
+    def seen(self):
+        """Each client's mean values, by name."""
+        found = {name: total.cpu().numpy() / np.maximum(self.counts[name], 1) for name, total in self.sums.items()}
+        return [
+            {name: float(mean[i]) for name, mean in found.items() if self.counts[name][i]} for i in range(len(self.n))
+        ]
+
+    def of_many(self, tree, x, y, fixed):
+        """Of all clients, by a loss for many, without torch.vmap: as `by_vmap`."""
+        value, extras = value_and_extras(self.d.loss(self.d.model, tree, (x[:, 0], y[:, 0]), *fixed))
+        if value.shape != y.shape[:1]:
+            raise NotImplementedError(f"a loss for many that gives {tuple(value.shape)}")
+        return {"loss": value, **extras}, []
+
+    def _of_one(self, leaves, x, y, stills):
+        """One client's loss and extras by name, and its leaves after a step that is not SGD."""
+        d, own, parts, stepped = self.d, as_trained(trees.like(self.d.params, leaves)), iter(stills), ()
+        fixed = d.still(lambda f: trees.like(f, next(parts)))
+        if d.step is None:
+            value, extras = value_and_extras(d.loss(d.model, own, (x[0], y[0]), *fixed))
+        else:
+            stepped, value, extras = step_of(d, own, tuple(zip(x.unbind(), y.unbind(), strict=True)), fixed)
+        values = {name: torch.as_tensor(t, device=y.device) for name, t in {"loss": value, **extras}.items()}
+        return values, [t.detach() for t in trees.leaves(stepped)]
+
+    def _for_many(self):
+        """Whether the loss, and what of the model it calls, can do with many clients: asked of a single sample."""
+        if not getattr(self.d.loss, "for_many", False):
+            return False
+        first_of = functools.partial(trees.tree_map, lambda t: t[:1])
+        try:
+            with torch.no_grad():
+                one, fixed = first_of(self.d.params), self.d.still(first_of)
+                self.of_many(one, self.x[None, None, :1], self.y[None, None, :1], fixed)
+        except NotImplementedError:
+            return False
+        return True
+
+    def _record(self, rows, at, seen, sizes):
+        weights, counts = torch.from_numpy(sizes).to(self.y.device), sizes.sum(0)
+        for name in seen[0]:
+            wide = torch.stack([F.pad(values[name].detach(), (0, len(rows) - len(values[name]))) for values in seen])
+            zeros = torch.zeros(len(self.n), dtype=torch.float64, device=self.y.device)
+            self.sums.setdefault(name, zeros).index_add_(0, at, (wide.double() * weights).sum(0))
+            self.counts.setdefault(name, np.zeros(len(self.n)))[rows] += counts
+        self.samples[rows] += counts
+
+    def _place(self, shape):
+        """What tells apart steps that cannot be replayed for each other."""
+        d = self.d
+        rates, mu = d.rates and tuple(d.rates), d.pull and d.pull[1]
+        tensors = [d.params, *(f for f in d.fixed if not isinstance(f, numbers.Real))]
+        shapes = tuple((name, t.shape[1:], t.dtype) for f in tensors for name, t in trees.named_leaves(f))
+        values = tuple(f for f in d.fixed if isinstance(f, numbers.Real))
+        inputs = self.x.shape[1:], self.x.dtype, shape[2:]
+        return d.step or d.loss, d.model, d.rule, rates, mu, d.project, shapes, values, inputs
+
+
+class _Step:
+    """A step of the first P clients of a stack, whose rows it gets; called with their inputs [P, draws, B, ...]."""
+
+    def __init__(self, stack, own, speeds, anchors, *stills):
+        self.stack, self.d, d = stack, stack.d, stack.d
+        learns = [moves and d.step is None for moves in d.trained]
+        self.leaves = [t.detach().requires_grad_(learn) for t, learn in zip(own, learns, strict=True)]
+        self.moving = [t for t in self.leaves if t.requires_grad]
+        self.speeds, self.pull, self.stills = speeds, d.pull and (anchors, d.pull[1]), list(stills)
+        if stack.many:
+            parts = iter(stills)
+            self.tree, self.fixed = trees.like(d.params, self.leaves), d.still(lambda f: trees.like(f, next(parts)))
+
+    def __call__(self, x, y, expected=()):
+        """Changes the clients' leaves, and returns their losses and extras by name; first checked, if `expected`."""
+        if self.stack.many:
+            values, stepped = self.stack.of_many(self.tree, x, y, self.fixed)
+        else:
+            values, stepped = self.stack.by_vmap(self.leaves, x, y, self.stills)
+        loss, *new = self._changes(values, stepped, self.leaves)
+        for j, of_client in enumerate(expected):
+            before = [0, *(t[j].double() if self.d.step else 0 for t in self.leaves)]
+            _compare([loss[j], *(t[j] for t in new)], of_client, before)
+        if self.d.step is None:
+            sgd_step(self.d, self.moving, new[: len(self.moving)], self.speeds, self.pull, stacked=True)
+        else:
+            for old, t in zip(self.leaves, [t.clone() for t in new], strict=True):  # one may be another's old value
+                old.copy_(t)
+        return {name: value.detach() for name, value in values.items()}
+
+    def alone(self, j, x, y):
+        """The changes of the j-th client by itself."""
+        own = [t[j].detach().clone().requires_grad_(t.requires_grad) for t in self.leaves]
+        return self._changes(*self.stack._of_one(own, x[j], y[j], [[t[j] for t in f] for f in self.stills]), own)
+
+    def _changes(self, values, stepped, leaves):
+        """A step's loss, and what it is made of: gradients and the leaves not trained; or all leaves after it."""
+        moving, loss = [t for t in leaves if t.requires_grad], values["loss"]
+        return [loss, *(stepped or gradients(loss.sum(), moving) + [t for t in leaves if not t.requires_grad])]
+
+
+def _compare(stacked, alone, before):
+    """Raises RuntimeError where one client's tensors differ by more than the rounding of float32.
+
+    before: of steps, what they began with, for it is their change that is judged, which may be small; else 0.
+    """
+    for a, b, old in zip(stacked, alone, before, strict=True):
+        a, b = a.detach().double(), b.detach().double()
+        allowed = (1e-3 * (b - old).abs()).maximum(1e-6 * b.abs().clamp(min=1))
+        if b.isfinite().all() and b.numel() and not (a - b).abs().max() <= allowed.max():
+            raise RuntimeError("stacked, it gives other numbers than each client by itself")

@@ -1,0 +1,173 @@
+"""Stacked training in turns, and by recorded steps, which on a CPU are stood in for by what they would do."""
+
+import functools
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from pflkit import data, models, partition, training, trees
+from pflkit import federation as federation_module
+from pflkit.federation import Federation
+from pflkit.graphs import WARM, Graphs
+from pflkit.methods import make
+from pflkit.training import Training
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+RULE = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3, "clip": 1.0}
+FOUR = ("fedavg", "fedah", "ditto", "perfedavg")  # losses for many, by vmap, with a pull, and steps of another kind
+
+
+def federation(sizes=(61, 1, 7, 10, 30, 30), join_ratio=1.0, **options):
+    """Clients of given sizes on noise, in float64."""
+    g, n = torch.Generator().manual_seed(0), sum(sizes) + len(sizes)
+    x, y = torch.randn(n, 1, 8, 8, generator=g), torch.randint(4, (n,), generator=g).numpy()
+    ends = np.cumsum([size + 1 for size in sizes])
+    parts = np.split(np.arange(n), ends[:-1])
+    split = partition.custom(y, [part[:-1] for part in parts], [part[-1:] for part in parts])
+    net = models.build("mlp", (1, 8, 8), 4, seed=0)
+    options = {"training": Training(**RULE), "dtype": torch.float64, "engine": "stacked"} | options
+    return Federation(data.Dataset("noise", x, y, tuple(range(4))), split, net, join_ratio=join_ratio, **options)
+
+
+def end(fed, method, rounds=3):
+    method = make(method)
+    state = fed.start(method)
+    logs = [fed.play(method, state, rounds).log() for _ in range(rounds)]
+    return (state.server, state.kept), logs
+
+
+def replayed(step):
+    """Stands in for a recorded step: it runs the step that was recorded, on the memory that this one held."""
+    result = {}
+    return lambda: result.update(step()), result
+
+
+class Watched(Graphs):
+    def __init__(self, capture=replayed):
+        super().__init__(capture)
+        self.replays = 0
+
+    def __call__(self, place, width, step):
+        self.replays += (place, width) in self.recorded
+        return super().__call__(place, width, step)
+
+
+@pytest.mark.parametrize("join_ratio", [1.0, 0.5])
+@pytest.mark.parametrize("method", FOUR)
+def test_replayed_steps_are_the_steps(method, join_ratio):
+    """Other clients and samples in each round, and widths that come again, so memory is used anew."""
+    plain, fed = federation(join_ratio=join_ratio), federation(join_ratio=join_ratio)
+    fed.groups[0].engine.graphs = graphs = Watched()
+    want, got = end(plain, method, 4), end(fed, method, 4)
+    assert graphs.replays > 10
+    assert trees.unequal(want[0], got[0]) < 1e-12
+    for a, b in zip(want[1], got[1], strict=True):
+        assert a.keys() == b.keys() and all(np.allclose(a[k], b[k], atol=1e-12, equal_nan=True) for k in a)
+
+
+def test_what_cannot_be_recorded_is_launched_with_one_warning():
+    def fails(step):
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    fed = federation()
+    fed.groups[0].engine.graphs = Watched(fails)
+    with pytest.warns(UserWarning, match="one by one: operation not permitted when stream is capturing$") as told:
+        got = end(fed, "fedah")
+    assert len(told) == 1
+    assert trees.unequal(got[0], end(federation(), "fedah")[0]) == 0
+
+
+def test_a_step_is_recorded_after_a_few_and_forgotten_when_its_place_grows():
+    graphs, seen = Watched(), []
+
+    def step(held):
+        seen.append(held.tolist())
+        return {"sum": held.sum()}
+
+    for k in range(WARM + 3):
+        (held,) = graphs.hold("here", "x", [torch.full((2,), float(k))])
+        assert float(graphs("here", 2, functools.partial(step, held))["sum"]) == 2 * k
+    assert graphs.replays == 3 and seen[-1] == [WARM + 2.0] * 2
+    (held,) = graphs.hold("here", "x", [torch.ones(1)])  # fewer: the same place
+    assert graphs.recorded and len(held) == 1
+    graphs.hold("here", "x", [torch.ones(3)])
+    assert not graphs.recorded
+
+
+def test_places_tell_apart_what_a_recorded_step_has_in_it(monkeypatch):
+    """Rates, numbers that stand still, pulls and batch sizes are part of a recorded step."""
+    fed = federation()
+    fed.groups[0].engine.graphs = graphs = Watched()
+    net, N = fed.model, 6
+
+    def scaled(model, params, batch, by):
+        return by * training.F.cross_entropy(model.predict(params, batch[0]), batch[1])
+
+    def sgd(engine_of, by, **options):
+        clients = engine_of.clients(np.arange(N), 1, 1)
+        start = trees.repeat(trees.tree_map(torch.Tensor.double, net.init()), N)
+        pull = (trees.full_like(start, 0.0), options.pop("mu", 0.0))
+        return clients.sgd(scaled, start, by, pull=pull, **options)
+
+    plain = federation()
+    for options in ({}, {"lr": 0.01}, {"batch_size": 5}, {"mu": 0.5}, {"lr": (0.01, 0.02)}, {"epochs": 2}):
+        for by in (1.0, 2.0):
+            for _ in range(2):
+                assert trees.unequal(sgd(fed, by, **options), sgd(plain, by, **options)) < 1e-12
+    assert graphs.replays
+
+
+@pytest.mark.parametrize("most", [1, 2, 4, 5])
+@pytest.mark.parametrize("method", FOUR)
+def test_clients_that_do_not_fit_are_trained_in_turns(method, most, monkeypatch):
+    want = end(federation(), method)
+    monkeypatch.setattr(training.Engine, "room", lambda self, numbers: most)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = end(federation(), method)
+    assert trees.unequal(want[0], got[0]) < 1e-12
+    for a, b in zip(want[1], got[1], strict=True):
+        assert a.keys() == b.keys() and all(np.allclose(a[k], b[k], atol=1e-12, equal_nan=True) for k in a)
+
+
+# Precision on a GPU
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16", "half"])
+def test_less_than_full_precision_needs_a_gpu(precision):
+    with pytest.raises(ValueError, match=f"precision='{precision}': must be"):
+        federation(precision=precision, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("precision", "flag", "dtype"), [("full", "ieee", 32), ("tf32", "tf32", 32), ("bf16", "ieee", 16)]
+)
+def test_arithmetic_is_set_within_and_restored(precision, flag, dtype):
+    kinds, x = (torch.backends.cuda.matmul, torch.backends.cudnn.conv), torch.randn(2, 2)
+    before = [kind.fp32_precision for kind in kinds]
+    with pytest.raises(ZeroDivisionError), training.arithmetic(precision, torch.device("cpu")):
+        assert [kind.fp32_precision for kind in kinds] == [flag] * 2
+        assert (x @ x).element_size() * 8 == dtype
+        raise ZeroDivisionError
+    assert [kind.fp32_precision for kind in kinds] == before and (x @ x).dtype == torch.float32
+
+
+@pytest.mark.parametrize("what", ["play", "deployed", "score"])
+def test_rounds_and_scores_have_full_precision_by_default(what, monkeypatch):
+    seen, within = [], training.arithmetic
+
+    def told(precision, device):
+        seen.append(precision)
+        return within(precision, device)
+
+    monkeypatch.setattr(federation_module, "arithmetic", told)
+    fed, method = federation(), make("fedavg")
+    state = fed.start(method)
+    {
+        "play": lambda: fed.play(method, state, 1),
+        "deployed": lambda: fed.deployed(method, state, 1),
+        "score": lambda: fed.score(trees.repeat(fed.init(), 6), np.arange(6)),
+    }[what]()
+    assert seen == ["full"]
