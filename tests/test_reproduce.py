@@ -207,5 +207,5 @@ def test_pictures_in_executed_copies_are_small_and_still_pictures(tmp_path):
     reproduce.tidy(tmp_path / "one.ipynb")
     after = base64.b64decode(nbformat.read(tmp_path / "one.ipynb", 4).cells[0].outputs[0]["data"]["image/png"])
     assert len(after) < 0.7 * len(before.getvalue())
-    old, new = (np.asarray(Image.open(f).convert("RGB"), float) for f in (before, io.BytesIO(after)))
+    old, new = (np.asarray(Image.open(f).convert("RGBA"), float) for f in (before, io.BytesIO(after)))
     assert old.shape == new.shape and np.abs(old - new).mean() < 2
