@@ -69,8 +69,8 @@ def used(monkeypatch):
     def watch(name, way):
         real = getattr(training, name)
 
-        def run(d, *rest):
-            out = real(d, *rest)
+        def run(d, *rest, **named):
+            out = real(d, *rest, **named)
             ways.append(((d.step or d.loss).__name__, way))
             return out
 

@@ -237,17 +237,21 @@ def test_three_rounds_with_batch_norm_in_plain_torch(by_hand, linear, plain, pla
 
 @pytest.mark.parametrize("engine", ["loop", "threads", "stacked"])
 def test_gamma_zero_is_local(digits, play, engine):
-    """To the bit, with momentum, decay and clipping about, and in the losses logged; γ = 1 is Local in round 1 only."""
+    """To the bit, with momentum, decay and clipping about, and in the losses logged; γ = 1 is Local in round 1 only.
+
+    Stacked, but for rounding: FD's loss goes by torch.vmap, Local's is for many.
+    """
     rule = {"epochs": 2, "momentum": 0.9, "weight_decay": 0.01, "clip": 1.0}
     fed = digits(rule=rule, engine=engine)
     (local, others), (zero, rounds), (one, ones) = (
         play(fed, method, 3) for method in (make("local"), make("fd", gamma=0.0), make("fd"))
     )
-    assert trees.unequal(zero.kept, local.kept) == 0
-    assert trees.unequal(rounds[-1].held, others[-1].held) == 0
+    most = 1e-6 if engine == "stacked" else 0
+    assert trees.unequal(zero.kept, local.kept) <= most
+    assert trees.unequal(rounds[-1].held, others[-1].held) <= most
     for a, b in zip(rounds, others, strict=True):
-        assert a.log()["train"].tolist() == b.log()["train"].tolist()
-    assert [trees.unequal(a.held, b.held) > 0 for a, b in zip(ones, others, strict=True)] == [False, True, True]
+        assert a.log()["train"].tolist() == pytest.approx(b.log()["train"].tolist(), rel=most, abs=0)
+    assert [trees.unequal(a.held, b.held) > most for a, b in zip(ones, others, strict=True)] == [False, True, True]
     assert trees.unequal(one.kept, local.kept) > 1e-3
     assert [(r.log()["train.distillation"] > 0).all() for r in ones] == [False, True, True]
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import itertools
 
 import numpy as np
@@ -13,6 +14,7 @@ from pflkit import models, training, trees
 from pflkit.descent import slope
 from pflkit.methods import make, perfedavg
 from pflkit.methods.fedavg import model_loss
+from pflkit.training import _order
 
 VARIANTS = ("fo", "hf", "exact")
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
@@ -196,7 +198,8 @@ def test_the_batches_of_a_step_are_drawn_independently(by_hand, scalar_net, monk
     assert all(order == D2[0] for order in D2)
     clients = fed.clients([0], 1, 1)
     for draw, order in enumerate([D1, D, *D2[:1]]):
-        assert order == [*clients._order("train", 0, 0, draw), *clients._order("train", 0, 1, draw)]
+        of_epoch = functools.partial(_order, fed.seed, 1, clients.ids, clients.n, "train", 0)
+        assert order == [*of_epoch(0, draw), *of_epoch(1, draw)]
         assert sorted(order[:12]) == sorted(order[12:]) == x.flatten().tolist()
     assert len({tuple(order) for order in (D, D1, *D2)}) == len([D, D1, *D2[:1]])
 

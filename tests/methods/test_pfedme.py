@@ -8,6 +8,7 @@ from torch import nn
 from pflkit import experiment, models, trees
 from pflkit.methods import fedavg, make, pfedme
 from pflkit.methods.pfedme import PFedMe, inner_step, outer_step
+from pflkit.training import _order
 
 
 def solve(a, c, w, lam, s, K, theta=None):
@@ -183,7 +184,7 @@ def test_lambda_zero_trains_theta_alone(uneven, play, K):
     assert trees.unequal(state.server["w"], fed.init()) == 0
     clients = fed.clients(np.arange(4), 3, 3)
     for i in range(4):
-        order, (x, y) = clients._order("train", i, 0, 0), fed.train[i]
+        order, (x, y) = _order(fed.seed, 3, clients.ids, clients.n, "train", i, 0, 0), fed.train[i]
         theta = [t.clone().requires_grad_() for t in trees.leaves(fed.init())]
         for at in np.split(order, range(4, len(y), 4)):
             for _ in range(K):
