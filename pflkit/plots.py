@@ -36,6 +36,15 @@ METHODS = (
     *("fd", "fml", "fedkd", "pfedhn", "fedphp", "fedpac", "dbe"),  # in an order that gives a family different colours
 )
 
+# And of an engine of the bench.
+ENGINES = {
+    "plain": {"color": "0.4", "marker": "s"},
+    "loop": {"color": COLOURS[0], "marker": "o"},
+    "threads": {"color": COLOURS[4], "marker": "^"},
+    "stacked": {"color": COLOURS[2], "marker": "D"},
+    "auto": {"color": COLOURS[1], "marker": "o"},
+}
+
 
 def style():
     """A context that gives figures of your own the house style: `with plots.style(): fig, axs = plt.subplots(1, 2)`."""
@@ -389,6 +398,102 @@ def heat(values, ax=None, low=None, high=None, label=None):
         ax.spines[:].set_visible(False)
         if label:
             ax.figure.colorbar(image, ax=ax, label=label).outline.set_visible(False)
+    return ax.figure
+
+
+def loglog(table, x, y, by, ax=None, slopes=True):
+    """`y` against `x`, both logarithmic, a line for each value of the column `by`, an engine or anything else; with
+    `slopes` the legend tells the exponent that fits it: at 1, or -1, in proportion, as the dotted line; 0: no matter.
+    """
+    with axes(ax, 5, 4) as ax:
+        for i, (name, part) in enumerate(table.groupby(by, sort=False)):
+            look_of = ENGINES.get(name, {"color": COLOURS[i % len(COLOURS)], "marker": "osD^vPX"[i % 7]})
+            label = f"{name}: {slope(part[x], part[y]):.2f}" if slopes else f"{name}"
+            ax.plot(part[x], part[y], label=label, markersize=5, linewidth=1.6, **look_of)
+        ax.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
+        if slopes:
+            ends, start = np.array([table[x].min(), table[x].max()]), part.iloc[0]
+            power = np.sign(slope(part[x], part[y]))
+            until = np.clip(table[y].max() / start[y], 1, None) if power > 0 else start[y] / table[y].min()
+            ends[1] = min(ends[1], ends[0] * until)
+            ax.plot(ends, start[y] * (ends / ends[0]) ** power, color="0.5", linewidth=1, linestyle=":")
+        ax.set_xticks(values := sorted(set(table[x])), [f"{value:,}" for value in values], fontsize=8)
+        ax.set_xticks([], minor=True)
+        place = {"loc": "lower left", "bbox_to_anchor": (0, 1)} if slopes else {}
+        ax.legend(title="exponent" if slopes else by, fontsize=8, title_fontsize=8, alignment="left", **place)
+    return ax.figure
+
+
+def slope(x, y):
+    """The exponent p of the power law y = c x^p that fits best, by least squares of the logarithms.
+
+    >>> round(slope([1, 10, 100], [2, 20, 200]), 6)
+    1.0
+    """
+    return float(np.polyfit(np.log(x), np.log(y), 1)[0])
+
+
+def scaling(table, title):
+    """What `bench.scaling` found: the quickest round's seconds against each thing that grows, a panel each."""
+    groups = dict(list(table.groupby("grows", sort=False)))
+    figure, axs = panels(1, len(groups), 3.2 * len(groups), 4.4, sharey=True, squeeze=False)
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    for ax, (what, part) in zip(axs.flat, groups.items(), strict=True):
+        named = part.drop(columns="seconds").rename(columns={"value": what, "quickest": "seconds a round"})
+        loglog(named, what, "seconds a round", "engine", ax)
+        ax.set_ylabel("seconds a round" if ax is axs[0, 0] else "")
+    return figure
+
+
+def engines(table, title):
+    """What `bench.bench` found: the quickest round's seconds, a panel for each data set, model, number of clients, and
+    with evaluation and without; a row for each method, a mark for each engine.
+    """
+    table = table.assign(kind=table["engine"].str.partition(" ")[0])
+    groups = dict(list(table.groupby(["model", "data", "clients", "evaluation"], sort=False)))
+    columns, counts = min(3, len(groups)), [part["method"].nunique() for part in groups.values()]
+    heights = [1.6 + 0.22 * max(counts[k : k + columns]) for k in range(0, len(counts), columns)]
+    shape = {"squeeze": False, "height_ratios": heights}
+    figure, axs = panels(len(heights), columns, 4 * columns + 1, sum(heights) + 0.3, **shape)
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    with style():
+        for ax, ((model, name, clients, scored), part) in zip(axs.flat, groups.items(), strict=False):
+            methods = list(dict.fromkeys(part["method"]))
+            for kind, own in part.groupby("kind", sort=False):
+                ring = {"facecolor": "none", "s": 90} if kind == "auto" else {"s": 28, "alpha": 0.8, "linewidths": 0}
+                ax.scatter(own["quickest"], [methods.index(m) for m in own["method"]], **ENGINES[kind], **ring)
+            ax.set_title(f"{model}, {name}, {clients} clients{', with evaluation' * scored}", fontsize=9)
+            ax.set(xscale="log", xlabel="seconds a round", ylim=(len(methods) - 0.5, -0.5))
+            ax.set_yticks(range(len(methods)), methods, fontsize=8)
+            ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+            ax.xaxis.set_major_formatter("{x:g}")
+            ax.xaxis.set_minor_formatter(NullFormatter())
+            ax.tick_params(axis="x", labelsize=8)
+        for ax in axs.flat[len(groups) :]:
+            ax.set_axis_off()
+        kinds = [kind for kind in ENGINES if kind in set(table["kind"])]
+        for kind in kinds:  # for the legend of all
+            ring = {"facecolor": "none", "s": 90} if kind == "auto" else {"s": 28, "linewidths": 0}
+            axs[0, 0].scatter([], [], label=kind, **ENGINES[kind], **ring)
+        figure.legend(loc="outside right upper", fontsize=9)
+    return figure
+
+
+def stacks(batches, size, ax=None, fill=True):
+    """Which clients' batches are one call, of samples [clients, calls] that are 0 where there is none: a row a client,
+    a column a call; blue are samples, orange is what fills a batch up to its `size`, if they are filled up.
+    """
+    with axes(ax, 6, 4) as ax:
+        clients, calls = batches.shape
+        for j, k in zip(*np.nonzero(batches), strict=True):
+            left, own = k + 0.58, 0.84 * batches[j, k] / size
+            ax.barh(j, own, 0.84, left=left, color=COLOURS[0], linewidth=0)
+            if fill:
+                ax.barh(j, 0.84 - own, 0.84, left=left + own, color=COLOURS[1], alpha=0.5, linewidth=0)
+        ax.set(xlim=(0.4, calls + 0.6), ylim=(clients - 0.4, -0.6), xlabel="call", ylabel="client, most batches on top")
+        ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+        ax.yaxis.set_major_locator(MaxNLocator(8, integer=True))
+        ax.grid(visible=False)
     return ax.figure
 
 
