@@ -86,8 +86,8 @@ def list_data(data_root):
 
 
 @main.command("bench")
-@click.option("--full", is_flag=True, help="All methods, more models, and engines that are known to lose there.")
-@click.option("--out", help="Folder for bench.csv.  [none]")
+@click.option("--full", is_flag=True, help="All methods and more, with evaluation, scaling and memory; ten minutes.")
+@click.option("--out", help="Folder of tables (CSV) and plots (PNG).  [none]")
 def run_bench(full, out):
     """Times a round of training: our engines and a plain loop of torch modules, side by side, on the CPU."""
     from pflkit.bench import bench
