@@ -1,6 +1,7 @@
 """Memory: what clients keep is stored once, a round's models are freed with it, and large federations fit."""
 
 import gc
+import os
 import subprocess
 import sys
 import weakref
@@ -29,7 +30,10 @@ def peak():
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
 """
-    given = subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True, timeout=timeout)
+    # One thread, and one place to take memory from: what several keep back for later differs from run to run.
+    alone = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+    python = [sys.executable, "-c", start + code]
+    given = subprocess.run(python, capture_output=True, text=True, timeout=timeout, env=alone)
     assert given.returncode == 0, given.stderr
     return [float(word) for word in given.stdout.split()]
 
