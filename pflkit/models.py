@@ -289,7 +289,7 @@ def cnn(shape, classes):
     582,026 parameters for 1x28x28 and 10 classes.
     """
     channels, height, width = _image("cnn", shape, 16)
-    after = [((side - 4) // 2 - 4) // 2 for side in (height, width)]
+    after = _twice_pooled(height, width)
     return [
         *[("conv1", nn.Conv2d(channels, 32, 5)), ("pool1", nn.MaxPool2d(2)), ("relu1", nn.ReLU())],
         *[("conv2", nn.Conv2d(32, 64, 5)), ("pool2", nn.MaxPool2d(2)), ("flat", nn.Flatten()), ("relu2", nn.ReLU())],
@@ -304,7 +304,7 @@ def lenet5(shape, classes):
     An extractor of 61,156 parameters for 3x32x32, 43,576 for 1x28x28. ReLU and maximum pooling are ours.
     """
     channels, height, width = _image("lenet5", shape, 16)
-    after = [((side - 4) // 2 - 4) // 2 for side in (height, width)]
+    after = _twice_pooled(height, width)
     return [
         *[("conv1", nn.Conv2d(channels, 6, 5)), ("pool1", nn.MaxPool2d(2)), ("relu1", nn.ReLU())],
         *[("conv2", nn.Conv2d(6, 16, 5)), ("pool2", nn.MaxPool2d(2)), ("flat", nn.Flatten()), ("relu2", nn.ReLU())],
@@ -335,7 +335,7 @@ def mlp(shape, classes):
 def cnn_mixed(name, filters, units, shape, classes):
     """CNN-1 to CNN-5 of the FedGH code: two 5x5 convolutions, three linear layers, 500 features."""
     channels, height, width = _image(name, shape, 16)
-    after = [((side - 4) // 2 - 4) // 2 for side in (height, width)]
+    after = _twice_pooled(height, width)
     return [
         *[("conv1", nn.Conv2d(channels, 16, 5)), ("pool1", nn.MaxPool2d(2)), ("relu1", nn.ReLU())],
         *[("conv2", nn.Conv2d(16, filters, 5)), ("pool2", nn.MaxPool2d(2)), ("flat", nn.Flatten())],
@@ -427,6 +427,11 @@ def build(name, shape, classes, *, vocabulary=None, head_layers=1, seed=0):
     head = head[0] if len(head) == 1 else head  # one layer: "weight", "bias"
     plain = all(type(layer) in LAYERS for _, layer in layers)
     return Model(name, extractor, head, shape, classes, plain, vocabulary)
+
+
+def _twice_pooled(*sides):
+    """The sides of an image after two 5x5 convolutions without padding, each followed by 2x2 pooling."""
+    return [((side - 4) // 2 - 4) // 2 for side in sides]
 
 
 def _image(name, shape, least):

@@ -193,9 +193,7 @@ def pareto(table, cost, gain, ax=None):
                 name, (x[name], table[gain][name]), (3, -8), textcoords="offset points", fontsize=6, color="0.45"
             )
         ax.set(xscale="log", xlabel=cost, ylabel=gain)
-        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
-        ax.xaxis.set_major_formatter("{x:g}")
-        ax.xaxis.set_minor_formatter(NullFormatter())
+        _few_log_ticks(ax.xaxis)
         ax.legend(loc="lower right", fontsize=8)
     return ax.figure
 
@@ -265,6 +263,13 @@ def _title(partition):
     shown |= {k: True for k in ("grouped", "balanced", "capped") if partition.settings.get(k)}
     words = [k if v is True else f"{k}={v}" for k, v in shown.items()]
     return ", ".join([partition.name.replace("_", " "), *words])
+
+
+def _few_log_ticks(axis):
+    """1, 2 and 5 times powers of ten on a logarithmic axis, as plain numbers."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _whole_ticks(axis, n):
@@ -465,9 +470,7 @@ def engines(table, title):
             ax.set_title(f"{model}, {name}, {clients} clients{', with evaluation' * scored}", fontsize=9)
             ax.set(xscale="log", xlabel="seconds a round", ylim=(len(methods) - 0.5, -0.5))
             ax.set_yticks(range(len(methods)), methods, fontsize=8)
-            ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
-            ax.xaxis.set_major_formatter("{x:g}")
-            ax.xaxis.set_minor_formatter(NullFormatter())
+            _few_log_ticks(ax.xaxis)
             ax.tick_params(axis="x", labelsize=8)
         for ax in axs.flat[len(groups) :]:
             ax.set_axis_off()

@@ -93,6 +93,7 @@ class Stack:
         x, y = d.data[0]
         extra = x.new_zeros(1, *x.shape[1:]), y.new_full((1,), -100)
         self.x, self.y = map(torch.cat, zip(*d.data, extra, strict=True))
+        self.fixed = [f for f in d.fixed if not isinstance(f, numbers.Real)]  # what of it has a client axis
         self.n, self.nobody = np.array([len(y) for _, y in d.data]), len(self.y) - 1
         self.whole = [leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in trees.leaves(d.params)]
         moving = d.moving(trees.like(d.params, self.whole))
@@ -108,10 +109,9 @@ class Stack:
         at, batches, seen, width = torch.from_numpy(rows).to(device), batches.to(device), [], None
         place = self._place(batches.shape) if self.graphs else None
         hold = functools.partial(self.graphs.hold, place) if self.graphs else lambda name, tensors: tensors
-        fixed = [f for f in d.fixed if not isinstance(f, numbers.Real)]
         own, speeds = hold("own", [t[at] for t in self.whole]), hold("speeds", [t[at] for t in self.velocity])
         anchors = hold("anchors", [trees.pick(t, at) for t in d.moving(d.pull[0])] if d.pull else [])
-        stills = [hold(f"still {k}", [trees.pick(t, at) for t in trees.leaves(f)]) for k, f in enumerate(fixed)]
+        stills = [hold(f"still {k}", [trees.pick(t, at) for t in trees.leaves(f)]) for k, f in enumerate(self.fixed)]
         for batch, wide in zip(batches, widths, strict=True):
             if wide != width:
                 width, rest = wide, ([t[:wide] for t in part] for part in (own, speeds, anchors, *stills))
@@ -180,8 +180,8 @@ class Stack:
         """What tells apart steps that cannot be replayed for each other."""
         d = self.d
         rates, mu = d.rates and tuple(d.rates), d.pull and d.pull[1]
-        tensors = [d.params, *(f for f in d.fixed if not isinstance(f, numbers.Real))]
-        shapes = tuple((name, t.shape[1:], t.dtype) for f in tensors for name, t in trees.named_leaves(f))
+        named = (leaf for f in (d.params, *self.fixed) for leaf in trees.named_leaves(f))
+        shapes = tuple((name, t.shape[1:], t.dtype) for name, t in named)
         values = tuple(f for f in d.fixed if isinstance(f, numbers.Real))
         inputs = self.x.shape[1:], self.x.dtype, shape[2:]
         return d.step or d.loss, d.model, d.rule, rates, mu, d.project, shapes, values, inputs
