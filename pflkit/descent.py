@@ -166,8 +166,8 @@ def value_and_extras(given):
 
 
 def gradients(value, moving):
-    """The gradients of a scalar in the tensors `moving`; 0 for those that it does not depend on."""
-    found = torch.autograd.grad(value, moving, allow_unused=True)
+    """The gradients of a value's sum in the tensors `moving`; 0 for those that it does not depend on."""
+    found = torch.autograd.grad(value, moving, torch.ones_like(value), allow_unused=True)
     return [torch.zeros_like(p) if g is None else g for p, g in zip(moving, found, strict=True)]
 
 

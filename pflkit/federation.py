@@ -309,7 +309,7 @@ class Federation:
         server = method.merge(state.server, ids, message, upload, self.n[ids])
         _check(method, "merge", server)
         _check_same(method, "merge", server, state.server, axes=0)
-        if not all(bool(trees.finite(leaf[None])) for leaf in trees.leaves(server)):
+        if trees.leaves(server) and not trees.finite(trees.expand(server, 1)):
             raise FloatingPointError(f"round {t}: what {type(method).__name__}.merge made is not finite")
         for whole, rows, keep in keeps:
             trees.put(whole, rows, keep)

@@ -70,7 +70,10 @@ def cross_entropy(logits, y):
     """
     if y.ndim == 1:
         return F.cross_entropy(logits, y)
-    each = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
+    if logits.shape[-1] < 16:  # torch's softmax along so short a last axis takes up to five times as long
+        each = F.cross_entropy(logits.mT, y, reduction="none")
+    else:
+        each = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
     return each.sum(1) / (y >= 0).sum(1)
 
 
@@ -88,7 +91,8 @@ def linear(x, weight, bias):
     """A linear layer's outputs of x [B, in], or, with C clients' weights [C, out, in], of x [C, B, in]."""
     if weight.ndim == 2:
         return F.linear(x, weight, bias)
-    return torch.bmm(x, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
+    # This way round, so that the weights' gradients are laid out as the weights are, to which they are added.
+    return (torch.bmm(weight, x.mT) if bias is None else torch.baddbmm(bias.unsqueeze(2), weight, x.mT)).mT
 
 
 LAYERS = {  # the layers of the bundled models, with the settings that occur there

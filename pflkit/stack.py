@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from pflkit import trees
 from pflkit.descent import gradients, sgd_step, step_of, value_and_extras
@@ -31,11 +31,12 @@ def in_turns(d, most, run):
 
 
 @torch.enable_grad()
-def all_at_once(d, check, graphs=None):
+def all_at_once(d, known, graphs=None):
     """The same as `descent.one_by_one`.
 
-    check: compare the first step's losses, gradients and buffers with those of each client by itself, and raise
-    RuntimeError where they differ, for torch.vmap is wrong here and there (it forgets an embedding's `padding_idx`).
+    known: {(loss or step, model): Stack.many} of those that can be stacked. Of others the first step's losses,
+    gradients and buffers are compared with those of each client by itself, for torch.vmap is wrong here and there (it
+    forgets an embedding's `padding_idx`): RuntimeError where they differ; where not, they are `known` from then on.
     graphs: Graphs by which the steps are recorded and replayed, or None.
 
     Within an epoch the clients with most batches are on top, so that those still training are the first rows of the
@@ -43,7 +44,7 @@ def all_at_once(d, check, graphs=None):
     batches go first, then the short ones, those of one size together, so that nothing is masked or padded. Who has
     finished is not touched.
     """
-    stack, size, epochs = Stack(d, check, graphs), d.rule.batch_size, np.array(d.epochs)
+    stack, size, epochs = Stack(d, known, graphs), d.rule.batch_size, np.array(d.epochs)
     n, first = stack.n, np.cumsum(stack.n) - stack.n
     skipped, means, running = np.zeros(len(n)), [[] for _ in n], np.arange(len(n))
     for epoch in range(epochs.max()):
@@ -88,8 +89,8 @@ class Stack:
     do with it. `sums`, by name, are of each client's values, over all `samples` [C].
     """
 
-    def __init__(self, d, check, graphs):
-        self.d, self.check, self.graphs = d, check, graphs
+    def __init__(self, d, known, graphs):
+        self.d, self.known, self.graphs = d, known, graphs
         x, y = d.data[0]
         extra = x.new_zeros(1, *x.shape[1:]), y.new_full((1,), -100)
         self.x, self.y = map(torch.cat, zip(*d.data, extra, strict=True))
@@ -99,26 +100,32 @@ class Stack:
         moving = d.moving(trees.like(d.params, self.whole))
         self.velocity = [torch.zeros_like(t) for t in moving] if d.rule.momentum else []
         self.sums, self.counts, self.samples = {}, {}, np.zeros(len(self.n))
-        self.many, self.by_vmap = self._for_many(), torch.vmap(self._of_one)
+        self.what = d.step or d.loss, d.model
+        self.many = known[self.what] if self.what in known else self._for_many()
+        self.by_vmap = torch.vmap(self._of_one)
 
     def train(self, rows, batches, widths, sizes):
         """Steps of the clients `rows`: batches [steps, C, draws, B] are numbers of samples; step k is of the first
         widths[k] clients, never growing; sizes [steps, C]: how many samples count.
         """
         d, device = self.d, self.y.device
-        at, batches, seen, width = torch.from_numpy(rows).to(device), batches.to(device), [], None
+        at, seen, width = torch.from_numpy(rows).to(device), [], None
         place = self._place(batches.shape) if self.graphs else None
         hold = functools.partial(self.graphs.hold, place) if self.graphs else lambda name, tensors: tensors
         own, speeds = hold("own", [t[at] for t in self.whole]), hold("speeds", [t[at] for t in self.velocity])
         anchors = hold("anchors", [trees.pick(t, at) for t in d.moving(d.pull[0])] if d.pull else [])
         stills = [hold(f"still {k}", [trees.pick(t, at) for t in trees.leaves(f)]) for k, f in enumerate(self.fixed)]
-        for batch, wide in zip(batches, widths, strict=True):
-            if wide != width:
-                width, rest = wide, ([t[:wide] for t in part] for part in (own, speeds, anchors, *stills))
-                step = _Step(self, *rest)
-            inputs = hold("inputs", [self.x[batch[:width]], self.y[batch[:width]]])
-            if self.check:
-                self.check, found = False, step(*inputs, [step.alone(j, *inputs) for j in range(width)])
+        # All at once: gathering the samples of each step by itself takes a tenth of it. But each has memory of its own,
+        # for the rounding of a product may depend on where its numbers begin.
+        used = batches[torch.arange(len(rows)) < torch.tensor(widths)[:, None]].to(device)
+        for x, y in zip(self.x[used].split(widths), self.y[used].split(widths), strict=True):
+            if len(y) != width:
+                width = len(y)
+                step = _Step(self, *([t[:width] for t in part] for part in (own, speeds, anchors, *stills)))
+            inputs = hold("inputs", [x.clone(), y])
+            if self.what not in self.known:
+                found = step(*inputs, [step.alone(j, *inputs) for j in range(width)])
+                self.known[self.what] = self.many
             elif self.graphs:
                 found = self.graphs(place, width, functools.partial(step, *inputs))
                 found = {name: value.clone() for name, value in found.items()}  # the next replay overwrites it
@@ -168,11 +175,11 @@ class Stack:
         return True
 
     def _record(self, rows, at, seen, sizes):
-        weights, counts = torch.from_numpy(sizes).to(self.y.device), sizes.sum(0)
+        weights, counts = torch.from_numpy(sizes[:, : len(seen[0]["loss"])]).to(self.y.device), sizes.sum(0)
         for name in seen[0]:
-            wide = torch.stack([F.pad(values[name].detach(), (0, len(rows) - len(values[name]))) for values in seen])
+            wide = pad_sequence([values[name].detach() for values in seen], batch_first=True)
             zeros = torch.zeros(len(self.n), dtype=torch.float64, device=self.y.device)
-            self.sums.setdefault(name, zeros).index_add_(0, at, (wide.double() * weights).sum(0))
+            self.sums.setdefault(name, zeros).index_add_(0, at[: wide.shape[1]], (wide.double() * weights).sum(0))
             self.counts.setdefault(name, np.zeros(len(self.n)))[rows] += counts
         self.samples[rows] += counts
 
@@ -225,7 +232,7 @@ class _Step:
     def _changes(self, values, stepped, leaves):
         """A step's loss, and what it is made of: gradients and the leaves not trained; or all leaves after it."""
         moving, loss = [t for t in leaves if t.requires_grad], values["loss"]
-        return [loss, *(stepped or gradients(loss.sum(), moving) + [t for t in leaves if not t.requires_grad])]
+        return [loss, *(stepped or gradients(loss, moving) + [t for t in leaves if not t.requires_grad])]
 
 
 def _compare(stacked, alone, before):

@@ -83,7 +83,7 @@ class Engine:
         self.on_cpu = self.device.type == "cpu"
         self.convolutional = model is not None and model.convolutional
         self.name = name if name in ("loop", "threads") else "threads" if self.convolutional and self.on_cpu else "loop"
-        self.checked, self.refused = set(), set()  # (loss, model) that can be stacked, and that cannot
+        self.known, self.refused = {}, set()  # (loss, model) that can be stacked, as stack.all_at_once says; and cannot
         self.graphs = None if self.on_cpu else Graphs()
         if model is not None and model.dropout:
             if name == "stacked":
@@ -260,12 +260,8 @@ class Clients:
                 nothing = tuple(t[:0] for t in self.data[train[0]])
                 data = [self.data[i] if number else nothing for i, number in enumerate(descent.epochs)]
                 with one_thread():
-                    first = (what, self.model) not in self.engine.checked
-                    run = functools.partial(all_at_once, check=first, graphs=self.engine.graphs)
-                    given = in_turns(replace(descent, data=data), self.engine.room(numbers), run)
-                if given[2].any():  # a step was taken, so it was checked
-                    self.engine.checked.add((what, self.model))
-                return given
+                    run = functools.partial(all_at_once, known=self.engine.known, graphs=self.engine.graphs)
+                    return in_turns(replace(descent, data=data), self.engine.room(numbers), run)
             except Exception as error:  # whatever torch.vmap refuses; an error of the loss itself comes again below
                 refusal = str(error).strip().partition("\n")[0]
         # A step on vectors is too short to share out: threads double its time, but beside extraction they save it.

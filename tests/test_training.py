@@ -1351,11 +1351,7 @@ def test_stacked_steps_are_those_of_each_client(name, draws, often, rule):
         clients = sampled(model, sizes, engine=engine)
         ends.append((clients.steps(involved, state, held, 0.3, often, draws=draws, **rule), clients))
     (got, stacked), (want, loop) = ends[1], ends[0]
-    assert (
-        ((involved, model) in stacked.engine.checked) == moves
-        and not stacked.engine.refused
-        and not loop.engine.checked
-    )
+    assert ((involved, model) in stacked.engine.known) == moves and not stacked.engine.refused and not loop.engine.known
     assert trees.unequal(got, want) < 1e-12 and trees.unequal(state, before) == 0
     assert (trees.unequal(got["own"], state["own"]) > 1e-3) == moves
     assert torch.equal(got["count"], want["count"]) and got["count"].dtype == torch.int64

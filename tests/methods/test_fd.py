@@ -298,7 +298,7 @@ def test_engines_agree(digits, play):
             fed = digits(engine=engine, dtype=torch.float64)
             ends.append(play(fed, make("fd"), 3)[0])
             assert not fed.groups[0].engine.refused
-    assert fed.groups[0].engine.checked == {(fd.distilled_loss, fed.model)}
+    assert fed.groups[0].engine.known.keys() == {(fd.distilled_loss, fed.model)}
     assert trees.unequal(ends[0].kept, ends[1].kept) == 0
     assert trees.unequal(ends[0].kept, ends[2].kept) < 1e-10
     assert trees.unequal(ends[0].server, ends[2].server) < 1e-10
