@@ -231,8 +231,7 @@ def cases(full):
     yield Case("digits", "mlp", 20, ("loop", "stacked", "auto"), tuple(METHODS))
     yield Case("digits", "mlp", 20, ("loop", "stacked"), EIGHT, (True,))
     yield Case("digits", "mlp", 100, ("loop", "stacked"), EIGHT, (False, True))
-    yield Case("digits", "cnn-small", 20, ("loop", "threads"), EIGHT)
-    yield Case("digits", "cnn-small", 20, ("loop", "stacked"), ("fedavg",))
+    yield Case("digits", "cnn-small", 20, ("loop", "threads", "stacked", "auto"), EIGHT)
     yield Case("grey 28x28, few", "cnn", 20, ("loop", "threads"), EIGHT, (False, True))
     yield Case("texts", "fasttext", 20, ("loop", "stacked"), ("fedavg", "fedrep", "fedah"))
     yield Case("colour 32x32", "resnet18", 10, ("loop", "threads"), ("fedavg",), lr=0.001)
@@ -323,7 +322,7 @@ def bench(full=False, out=None, say=print):
             if folder:
                 found.to_csv(folder / f"{name}.csv", index=False)
         if folder:
-            title = f"FedAvg, MLP on noise of 8x8 pixels; {', '.join(f'{n:,} {what}' for what, n in BASE.items())}"
+            title = f"FedAvg, MLP on noise of 8x8 pixels; {', '.join(f'{what} {n:,}' for what, n in BASE.items())}"
             plots.save(plots.scaling(grown, f"{title}; {hardware()}"), folder / "scaling")
     return table
 

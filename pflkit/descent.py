@@ -55,16 +55,16 @@ class Descent:
         """The fixed arguments with `of` of each tree; a number is everybody's."""
         return [f if isinstance(f, numbers.Real) else of(f) for f in self.fixed]
 
-    def of_client(self, i):
-        """Client i's own copy of the params, and the fixed arguments."""
-        return own_copy(trees.row(self.params, i), self.model.plain), self.still(lambda f: trees.row(f, i))
+    def of_client(self, i, place=None):
+        """Client i's own copy of the params, in `place` if that is given, and the fixed arguments."""
+        return own_copy(trees.row(self.params, i), self.model.plain, place), self.still(lambda f: trees.row(f, i))
 
 
 def one_by_one(d, each, dropout):
     """The trained tree [C, ...], mean values, samples and skipped batches [C] of a Descent, each client by itself.
 
-    The mean values are a dict by name for each client, {} where it took no step. each(f) calls f(i) for every client;
-    dropout(i) is a context in which client i trains.
+    The mean values are a function, which waits for the device: of each client a dict by name, {} where it took no step.
+    each(f) calls f(i) for every client; dropout(i) is a context in which client i trains.
     """
     out = trees.tree_map(lambda t: torch.empty_like(t, memory_format=torch.contiguous_format), d.params)
     seen, samples, skipped = [None] * len(d.epochs), np.zeros(len(d.epochs)), np.zeros(len(d.epochs))
@@ -85,7 +85,9 @@ def one_by_one(d, each, dropout):
 
     @torch.enable_grad()
     def client(i):
-        own, still = d.of_client(i)
+        # Trained where the result is to lie. By `data`, for else the clients share one count of changes, by which
+        # autograd takes another thread's step for one of this client's.
+        own, still = d.of_client(i, trees.tree_map(lambda t: t.data[i], out))
         own = as_trained(own, RowsTrained if d.only_descends else Trained)
         moving = [t.requires_grad_(d.step is None) for t in d.moving(own)]
         pull = d.pull and ([anchor[i] for anchor in d.moving(d.pull[0])], d.pull[1])
@@ -109,16 +111,20 @@ def one_by_one(d, each, dropout):
                 means.append(_mean(values["loss"][0][first:], sizes[first:]))
                 if d.until(means):
                     break
-        seen[i], samples[i] = {name: _mean(*steps) for name, steps in values.items()}, sum(sizes)
+        seen[i], samples[i] = values, sum(sizes)
         for whole, part in zip(trees.leaves(out), trees.leaves(own), strict=True):
-            whole[i] = part.detach()
+            if part.data_ptr() != whole[i].data_ptr():
+                whole[i] = part.detach()
 
     def in_context(i):
         with dropout(i):
             client(i)
 
+    def means():
+        return [{name: _mean(*steps) for name, steps in values.items()} for values in seen]
+
     each(in_context)
-    return out, seen, samples, skipped
+    return out, means, samples, skipped
 
 
 def slope(model, loss, params, batch, *fixed):
@@ -210,17 +216,33 @@ def _mean(values, sizes):
     return float(np.array(sizes) / sum(sizes) @ torch.stack(values).cpu().numpy())
 
 
-def own_copy(tree, channels_last):
-    """A client's own copy of a tree; on a CPU, if `channels_last`, with convolution kernels laid out so.
+def own_copy(tree, plain, place=None):
+    """A client's own copy of a tree, in `place`, a tree like it, where layouts allow, or in new memory.
 
-    Only for bundled models: a user's module may rely on the usual layout, as x.view(len(x), -1) does.
-
-    Cloned, because `contiguous` takes a kernel of one input channel for channels-last as it is, and then torch computes
-    the whole layer the slow way: a step of the 4-layer CNN on grey images takes 1.6 times as long.
+    On a CPU, if `plain`, convolution kernels are laid out channels-last: of bundled models only; a user's module may
+    rely on the usual layout, as x.view(len(x), -1) does.
     """
+    place = tree if place is None else place
 
-    def clone(t):
-        kernel = channels_last and t.ndim == 4 and t.device.type == "cpu"
-        return t.detach().clone(memory_format=torch.channels_last if kernel else torch.preserve_format)
+    def copy(t, into):
+        if plain and _is_kernel(t):
+            return _channels_last(t)
+        return t.detach().clone() if into is t else into.copy_(t.detach())
 
-    return trees.tree_map(clone, tree)
+    return trees.tree_map(copy, tree, place)
+
+
+def to_read(tree, plain):
+    """A tree laid out the same way, for who only reads it: if `plain`, all but kernels are the tree's own tensors."""
+    return trees.tree_map(lambda t: _channels_last(t) if plain and _is_kernel(t) else t if plain else t.clone(), tree)
+
+
+def _is_kernel(t):
+    return t.ndim == 4 and t.device.type == "cpu"
+
+
+def _channels_last(t):
+    """Cloned, because `contiguous` takes a kernel of one input channel for channels-last as it is, and then torch
+    computes the whole layer the slow way: a step of the 4-layer CNN on grey images takes 1.6 times as long.
+    """
+    return t.detach().clone(memory_format=torch.channels_last)

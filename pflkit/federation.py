@@ -290,7 +290,8 @@ class Federation:
         groups, keeps, uploads = self.by_group(ids), [], []
         for g, at, rows in groups:
             clients, own = self.clients(ids[at], t, rounds), split(message, at)
-            given = method.local(clients, trees.take(kept[g], rows), own)
+            with clients.settling():
+                given = method.local(clients, trees.take(kept[g], rows), own)
             if not isinstance(given, tuple) or len(given) != 3:
                 raise ValueError(f"{type(method).__name__}.local: must return (what it keeps, its upload, its model)")
             for what, tree in zip(("what it keeps", "its upload", "its model"), given, strict=True):
@@ -324,7 +325,7 @@ class Federation:
         message, kept = self._send(method, _begun(method, state, rounds), ids), self.parts(state.kept)
         for g, at, rows in self.by_group(ids):
             clients = self.clients(ids[at], state.round + 1, rounds)
-            with arithmetic(self.precision, self.device):
+            with arithmetic(self.precision, self.device), clients.settling():
                 models.append(method.deploy(clients, trees.take(kept[g], rows), split(message, at)))
             _check(method, "deploy", models[-1], len(at))
         return self.whole(models)

@@ -26,27 +26,31 @@ def in_turns(d, most, run):
         own |= {"order": lambda i, epoch, draw, start=start: d.order(start + i, epoch, draw)}
         given.append(run(replace(d, **own)))
     out, seen, samples, skipped = zip(*given, strict=True)
-    seen = [values for part in seen for values in part]
-    return trees.join(out), seen, np.concatenate(samples), np.concatenate(skipped)
+
+    def means():
+        return [values for part in seen for values in part()]
+
+    return trees.join(out), means, np.concatenate(samples), np.concatenate(skipped)
 
 
 @torch.enable_grad()
-def all_at_once(d, known, graphs=None):
+def all_at_once(d, known, graphs=None, single=False):
     """The same as `descent.one_by_one`.
 
     known: {(loss or step, model): Stack.many} of those that can be stacked. Of others the first step's losses,
     gradients and buffers are compared with those of each client by itself, for torch.vmap is wrong here and there (it
     forgets an embedding's `padding_idx`): RuntimeError where they differ; where not, they are `known` from then on.
-    graphs: Graphs by which the steps are recorded and replayed, or None.
+    graphs: Graphs by which the steps are recorded and replayed, or None. single: there is one client, which needs no
+    torch.vmap and no comparison.
 
     Within an epoch the clients with most batches are on top, so that those still training are the first rows of the
     stack. With a loss `for_many` a client's short last batch is filled up with samples that do not count; else all full
     batches go first, then the short ones, those of one size together, so that nothing is masked or padded. Who has
     finished is not touched.
     """
-    stack, size, epochs = Stack(d, known, graphs), d.rule.batch_size, np.array(d.epochs)
+    stack, size, epochs = Stack(d, known, graphs, single), d.rule.batch_size, np.array(d.epochs)
     n, first = stack.n, np.cumsum(stack.n) - stack.n
-    skipped, means, running = np.zeros(len(n)), [[] for _ in n], np.arange(len(n))
+    skipped, curves, running = np.zeros(len(n)), [[] for _ in n], np.arange(len(n))
     for epoch in range(epochs.max()):
         running = running[epochs[running] > epoch]
         steps = n[running] // size if d.rule.drop_last or not stack.many else -(-n[running] // size)
@@ -77,9 +81,10 @@ def all_at_once(d, known, graphs=None):
             stepped = stack.samples - started
             mean = ((stack.sums["loss"] - before).cpu().numpy() / np.maximum(stepped, 1)).tolist()
             for i in np.flatnonzero(stepped).tolist():
-                means[i].append(mean[i])
-            running = np.array([i for i in running if not stepped[i] or not d.until(means[i])], dtype=np.int64)
-    return trees.like(d.params, stack.whole), stack.seen(), stack.samples, skipped
+                curves[i].append(mean[i])
+            running = np.array([i for i in running if not stepped[i] or not d.until(curves[i])], dtype=np.int64)
+    means = functools.partial(_means, stack.sums, stack.counts, len(n))
+    return trees.like(d.params, stack.whole), means, stack.samples, skipped
 
 
 class Stack:
@@ -89,8 +94,8 @@ class Stack:
     do with it. `sums`, by name, are of each client's values, over all `samples` [C].
     """
 
-    def __init__(self, d, known, graphs):
-        self.d, self.known, self.graphs = d, known, graphs
+    def __init__(self, d, known, graphs, single):
+        self.d, self.known, self.graphs, self.single = d, known, graphs, single
         x, y = d.data[0]
         extra = x.new_zeros(1, *x.shape[1:]), y.new_full((1,), -100)
         self.x, self.y = map(torch.cat, zip(*d.data, extra, strict=True))
@@ -102,7 +107,7 @@ class Stack:
         self.sums, self.counts, self.samples = {}, {}, np.zeros(len(self.n))
         self.what = d.step or d.loss, d.model
         self.many = known[self.what] if self.what in known else self._for_many()
-        self.by_vmap = torch.vmap(self._of_one)
+        self.by_one = self._of_first if single else torch.vmap(self._of_one)
 
     def train(self, rows, batches, widths, sizes):
         """Steps of the clients `rows`: batches [steps, C, draws, B] are numbers of samples; step k is of the first
@@ -123,7 +128,7 @@ class Stack:
                 width = len(y)
                 step = _Step(self, *([t[:width] for t in part] for part in (own, speeds, anchors, *stills)))
             inputs = hold("inputs", [x.clone(), y])
-            if self.what not in self.known:
+            if not self.single and self.what not in self.known:
                 found = step(*inputs, [step.alone(j, *inputs) for j in range(width)])
                 self.known[self.what] = self.many
             elif self.graphs:
@@ -136,15 +141,8 @@ class Stack:
         for t, new in zip(self.whole + self.velocity, own + speeds, strict=True):
             t[at] = new
 
-    def seen(self):
-        """Each client's mean values, by name."""
-        found = {name: total.cpu().numpy() / np.maximum(self.counts[name], 1) for name, total in self.sums.items()}
-        return [
-            {name: float(mean[i]) for name, mean in found.items() if self.counts[name][i]} for i in range(len(self.n))
-        ]
-
     def of_many(self, tree, x, y, fixed):
-        """Of all clients, by a loss for many, without torch.vmap: as `by_vmap`."""
+        """Of all clients, by a loss for many, without torch.vmap: as `by_one`, which goes by a loss of one client."""
         value, extras = value_and_extras(self.d.loss(self.d.model, tree, (x[:, 0], y[:, 0]), *fixed))
         if value.shape != y.shape[:1]:
             raise NotImplementedError(f"a loss for many that gives {tuple(value.shape)}")
@@ -160,6 +158,11 @@ class Stack:
             stepped, value, extras = step_of(d, own, tuple(zip(x.unbind(), y.unbind(), strict=True)), fixed)
         values = {name: torch.as_tensor(t, device=y.device) for name, t in {"loss": value, **extras}.items()}
         return values, [t.detach() for t in trees.leaves(stepped)]
+
+    def _of_first(self, leaves, x, y, stills):
+        """The same of a stack of one client."""
+        values, stepped = self._of_one([t[0] for t in leaves], x[0], y[0], [[t[0] for t in f] for f in stills])
+        return {name: value[None] for name, value in values.items()}, [t[None] for t in stepped]
 
     def _for_many(self):
         """Whether the loss, and what of the model it calls, can do with many clients: asked of a single sample."""
@@ -212,7 +215,7 @@ class _Step:
         if self.stack.many:
             values, stepped = self.stack.of_many(self.tree, x, y, self.fixed)
         else:
-            values, stepped = self.stack.by_vmap(self.leaves, x, y, self.stills)
+            values, stepped = self.stack.by_one(self.leaves, x, y, self.stills)
         loss, *new = self._changes(values, stepped, self.leaves)
         for j, of_client in enumerate(expected):
             before = [0, *(t[j].double() if self.d.step else 0 for t in self.leaves)]
@@ -233,6 +236,12 @@ class _Step:
         """A step's loss, and what it is made of: gradients and the leaves not trained; or all leaves after it."""
         moving, loss = [t for t in leaves if t.requires_grad], values["loss"]
         return [loss, *(stepped or gradients(loss, moving) + [t for t in leaves if not t.requires_grad])]
+
+
+def _means(sums, counts, clients):
+    """Each client's mean values, by name."""
+    found = {name: total.cpu().numpy() / np.maximum(counts[name], 1) for name, total in sums.items()}
+    return [{name: float(mean[i]) for name, mean in found.items() if counts[name][i]} for i in range(clients)]
 
 
 def _compare(stacked, alone, before):

@@ -8,6 +8,7 @@ import contextlib
 import contextvars
 import copy
 import functools
+import math
 import numbers
 import os
 import warnings
@@ -21,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pflkit import trees
 from pflkit.checks import boolean, choice, integer, real
-from pflkit.descent import Descent, one_by_one, own_copy, slope, value_and_extras
+from pflkit.descent import Descent, one_by_one, slope, to_read, value_and_extras
 from pflkit.graphs import Graphs
 from pflkit.messages import Rows
 from pflkit.models import Model, Pair, as_trained, trained
@@ -31,8 +32,11 @@ from pflkit.streams import GLOBAL, rng, torch_seed
 # Narrower stacks, and those of more trained numbers a client, lost to a loop on a CPU. Steps that take gradients by
 # torch.func pay its price in a loop too, so for them it takes fewer clients; and losses for many do without torch.vmap.
 WIDTH = {"stacked": 8, "stacked steps": 4, "stacked for many": 3}
-NUMBERS = {"stacked": 20_000, "stacked steps": 20_000, "stacked for many": 40_000}
+NUMBERS = {"stacked": 20_000, "stacked steps": 20_000, "stacked for many": 100_000}
+LARGE = 200_000  # numbers of a model, from which threads gain by its steps even where they are no convolutions
+PIXELS = 256  # in an image, colours counted too, beyond which convolutions gained more by threads than stacked
 COPIES = 6  # of a client's trained numbers a stack holds at most; as much again is left for what its layers make
+ALONE = 2_000_000  # trained numbers a client of a convolutional model, beyond which a GPU trains one at a time
 ROWS = 100  # samples a forward pass without gradients takes at once: the fastest size measured on a CPU
 
 
@@ -67,14 +71,15 @@ class Engine:
     """How clients train: one after the other (`loop`), one a thread (`threads`), all at once (`stacked`), or what is
     quickest for the model, the device and the `width`, how many clients a stack would have on average (`auto`).
 
-    Threads pay off for convolutions on a CPU; the small steps of an MLP only wait for each other there. Their number is
-    torch.get_num_threads(), so OMP_NUM_THREADS and torch.set_num_threads limit it. Inside, each client's arithmetic
-    always runs on one intra-op thread: on small models more of them are slower, and the numbers would change with them.
+    Threads pay off for convolutions and large models on a CPU; the steps of a small MLP only wait for each other there.
+    Their number is torch.get_num_threads(), so OMP_NUM_THREADS and torch.set_num_threads limit it. Inside, each
+    client's arithmetic always runs on one intra-op thread: on small models more of them are slower, and the numbers
+    would change with them.
 
     Stacked, a step of all clients takes no more calls than a step of one, but four times the time a call, less if the
-    loss is `for_many`: on a CPU that pays off for many clients with small models, not for convolutions. Models with
-    dropout, which draws from torch's one global generator, train in a loop; a loss or model that torch.vmap refuses (it
-    asks for a value, as in `if x.max() > 0`) trains client by client, with one warning.
+    loss is `for_many`: on a CPU that pays off for many clients with small models and images. Models with dropout, which
+    draws from torch's one global generator, train in a loop; a loss or model that torch.vmap refuses (it asks for a
+    value, as in `if x.max() > 0`) trains client by client, with one warning.
     """
 
     def __init__(self, name="auto", model=None, device="cpu", width=1.0):
@@ -82,9 +87,12 @@ class Engine:
         self.width, self.device = width, torch.device(device)
         self.on_cpu = self.device.type == "cpu"
         self.convolutional = model is not None and model.convolutional
-        self.name = name if name in ("loop", "threads") else "threads" if self.convolutional and self.on_cpu else "loop"
+        self.pixels = math.prod(model.shape) if model is not None else 0
+        heavy = self.convolutional or (model is not None and model.size() > LARGE)
+        self.name = name if name in ("loop", "threads") else "threads" if heavy and self.on_cpu else "loop"
         self.known, self.refused = {}, set()  # (loss, model) that can be stacked, as stack.all_at_once says; and cannot
         self.graphs = None if self.on_cpu else Graphs()
+        self.waits = not self.on_cpu  # with looking at a phase's results, for the round's training to be done
         if model is not None and model.dropout:
             if name == "stacked":
                 warnings.warn(f"model={model.name!r}: has dropout, so its clients train in a loop", stacklevel=2)
@@ -104,14 +112,21 @@ class Engine:
         """Whether clients train all at once on `loss`, training of a `kind`: `numbers` trained ones each; vectors:
         inputs are [B, r].
         """
-        small = numbers <= NUMBERS[kind] and (vectors or not self.convolutional)
+        small = numbers <= NUMBERS[kind] and (vectors or not self.convolutional or self.pixels <= PIXELS)
         helps = self.wanted == "stacked" or small or not self.on_cpu
         return self.may_stack(kind) and helps and (loss, model) not in self.refused
 
     def room(self, numbers):
-        """How many clients of so many trained numbers are stacked at a time; more would not fit into a GPU's memory."""
+        """How many clients of so many trained numbers are stacked at a time; more would not fit into a GPU's memory.
+
+        Of large models with convolutions, such as ResNet-18, it is one, whose step, once recorded, is one launch for
+        every client: a stack's convolutions, each client's with a kernel of its own, are said to be slower (we had no
+        GPU to measure it; tests/gpu/check.py compares them).
+        """
         if self.on_cpu:
             return 2**31
+        if self.convolutional and numbers > ALONE:
+            return 1
         free, _ = torch.cuda.mem_get_info(self.device)
         return max(1, int(free // (2 * COPIES * 8 * max(numbers, 1))))
 
@@ -142,7 +157,7 @@ class Clients:
         self.training, self.seed, self.engine, self._flop_cache = training, seed, engine, flop_cache
         self.second, self.join_ratio = second, join_ratio
         self.n = np.array([len(y) for _, y in data])
-        self.log, self._work = {}, []
+        self._log, self._pending, self._work = {}, [], []
 
     def sgd(
         self,
@@ -172,7 +187,8 @@ class Clients:
         unmoved: where params is a tuple, positions of parts that are not trained. To their tensors the loss may write,
         in place and detached, as batch-norm does to its statistics.
 
-        Raises FloatingPointError, naming round, client and phase, where a loss or parameter is not finite.
+        Raises FloatingPointError, naming round, client and phase, where a loss or parameter is not finite; on a GPU
+        when the client's work of the round is done, or `log` is asked for.
         """
         rates = rule.pop("lr") if isinstance(rule.get("lr"), tuple) else None
         if until is not None and not callable(until):
@@ -241,14 +257,14 @@ class Clients:
 
     def _skip(self, batches):
         if batches.any():
-            self.log["skipped"] = self.log.get("skipped", 0) + batches
+            self._log["skipped"] = self._log.get("skipped", 0) + batches
 
     def _descend(self, descent, phase):
         """The descent by the engine that suits it: (trained tree, mean values, samples, skipped batches)."""
         what, features = descent.step or descent.loss, isinstance(self.data, _Later)
         train = np.flatnonzero(descent.epochs).tolist()
         kind = "stacked steps" if descent.step else "stacked"
-        if self.model.plain and getattr(descent.loss, "for_many", False):
+        if getattr(descent.loss, "for_many", False) and (self.model.many or (features and self.model.plain)):
             kind = "stacked for many"
         if features and self.engine.may_stack(kind):
             self.engine.each(lambda j: self.data[train[j]], self.n[train])
@@ -260,8 +276,9 @@ class Clients:
                 nothing = tuple(t[:0] for t in self.data[train[0]])
                 data = [self.data[i] if number else nothing for i, number in enumerate(descent.epochs)]
                 with one_thread():
-                    run = functools.partial(all_at_once, known=self.engine.known, graphs=self.engine.graphs)
-                    return in_turns(replace(descent, data=data), self.engine.room(numbers), run)
+                    most, about = self.engine.room(numbers), {"known": self.engine.known, "graphs": self.engine.graphs}
+                    run = functools.partial(all_at_once, single=most == 1, **about)
+                    return in_turns(replace(descent, data=data), most, run)
             except Exception as error:  # whatever torch.vmap refuses; an error of the loss itself comes again below
                 refusal = str(error).strip().partition("\n")[0]
         # A step on vectors is too short to share out: threads double its time, but beside extraction they save it.
@@ -436,7 +453,7 @@ class Clients:
         model, data, n, samples = self.model, self.data, self.n, np.zeros(len(self.n))
 
         def client(i):
-            own = own_copy(trees.row(params, i), model.plain)
+            own = to_read(trees.row(params, i), model.plain)
             samples[i] = n[i]
             return _forward(lambda x: f(model, own, x), data[i][0])
 
@@ -474,19 +491,44 @@ class Clients:
         # The shape of inputs is asked for when it is needed, lest features be extracted that nobody trains on.
         self._work.append(((self.model, work), lambda data=self.data: data[0][0].shape[1:], step, samples))
 
+    @property
+    def log(self):
+        """Mean losses [C] by phase, and skipped batches. It waits for a GPU to have finished."""
+        self._settle()
+        return self._log
+
+    @contextlib.contextmanager
+    def settling(self):
+        """Within, a method trains; what diverged meanwhile is named at the end, whatever else came of it."""
+        try:
+            yield
+        finally:
+            self._settle()
+
     def _record(self, phase, seen, out):
-        finite = trees.finite(out).numpy()
-        for name in sorted({name for values in seen for name in values}):
-            means = np.array([float(values.get(name, np.nan)) for values in seen])
-            self.log[phase if name == "loss" else f"{phase}.{name}"] = means
-            if name == "loss":
-                finite &= np.isfinite(means) | np.array([not values for values in seen])
-        if not finite.all():
-            who = int(self.ids[np.argmin(finite)])
-            raise FloatingPointError(
-                f"round {self.round}, client {who}, phase {phase!r}: training diverged (loss or parameters are not "
-                f"finite); a smaller lr may help"
-            )
+        """Notes what a phase has `seen`, and whether all of `out` is finite: on a GPU, to be looked at when the round's
+        training is done, for to look is to wait for it.
+        """
+        self._pending.append((phase, seen, trees.finite(out)))
+        if not self.engine.waits:
+            self._settle()
+
+    def _settle(self):
+        """Puts into the log what phases noted; FloatingPointError where one's numbers are not finite."""
+        while self._pending:
+            phase, seen, finite = self._pending.pop(0)
+            seen, finite = seen(), finite.cpu().numpy()
+            for name in sorted({name for values in seen for name in values}):
+                means = np.array([float(values.get(name, np.nan)) for values in seen])
+                self._log[phase if name == "loss" else f"{phase}.{name}"] = means
+                if name == "loss":
+                    finite &= np.isfinite(means) | np.array([not values for values in seen])
+            if not finite.all():
+                who = int(self.ids[np.argmin(finite)])
+                raise FloatingPointError(
+                    f"round {self.round}, client {who}, phase {phase!r}: training diverged (loss or parameters are "
+                    f"not finite); a smaller lr may help"
+                )
 
 
 def _order(seed, round, ids, n, phase, i, epoch, draw):
@@ -518,7 +560,7 @@ def evaluate(model, params, data, engine):
     correct, loss = np.zeros(len(data), dtype=np.int64), np.zeros(len(data))
 
     def client(i):
-        own, (x, y) = own_copy(trees.row(params, i), model.plain), data[i]
+        own, (x, y) = to_read(trees.row(params, i), model.plain), data[i]
         logits = _forward(lambda rows: model.predict(own, rows), x)
         correct[i] = int((logits.argmax(1) == y).sum())
         loss[i] = float(F.cross_entropy(logits, y))

@@ -592,15 +592,30 @@ def test_auto_loops_where_few_would_train_side_by_side(options, used):
 
 
 def test_auto_takes_threads_for_convolutions_on_a_cpu_and_stacks_heads_behind_them(used):
-    assert chosen("cnn-small", "fedrep", sizes=(3,) * 20) == "threads"
+    assert chosen("cnn", "fedrep", sizes=(3,) * 20) == "threads"
     assert used == [("head_loss", "stacked"), ("extractor_loss", "one by one")]
+
+
+def test_auto_stacks_convolutions_of_tiny_images(used):
+    assert chosen("cnn-small", sizes=(3,) * 20) == "threads" and used == [("model_loss", "stacked")]
+    for side, stacked in ((16, True), (17, False)):
+        model = models.build("cnn-small", (1, side, side), 10)
+        engine = Engine("auto", model, width=8)
+        assert engine.stacks("stacked", model_loss, model, 20_000, False) == stacked
+        assert not engine.stacks("stacked", model_loss, model, 20_001, False)
 
 
 def test_auto_does_not_stack_large_vocabularies_on_a_cpu(used):
     model = models.build("fasttext", (20,), CLASSES, vocabulary=98_635)
     engine = Engine("auto", model, "cpu", width=20)
     clients(model, engine, sizes=(3, 2)).sgd(model_loss, start(model, 2))
-    assert engine.name == "loop" and used == [("model_loss", "one by one")]
+    assert engine.name == "threads" and used == [("model_loss", "one by one")]
+
+
+def test_auto_takes_threads_for_large_models_on_a_cpu():
+    for words, name in ((6_000, "loop"), (7_000, "threads")):  # of 32 numbers each
+        model = models.build("fasttext", (20,), CLASSES, vocabulary=words)
+        assert Engine("auto", model, "cpu").name == name and Engine("auto", model, "cuda").name == "loop"
 
 
 def test_auto_stacks_whatever_is_wide_on_a_gpu():
@@ -719,7 +734,7 @@ def test_steps_and_losses_for_many_are_stacked_from_fewer_clients():
         engine, kinds = Engine("auto", model, width=width), ("stacked", "stacked steps", "stacked for many")
         stacked = [kind for kind in kinds if engine.stacks(kind, model_loss, model, 100, vectors=False)]
         assert stacked == [kinds[k] for k in expected] and engine.names() == ["loop", *stacked]
-    for kind, most in (("stacked", 20_000), ("stacked for many", 40_000)):
+    for kind, most in (("stacked", 20_000), ("stacked for many", 100_000)):
         assert engine.stacks(kind, model_loss, model, most, False)
         assert not engine.stacks(kind, model_loss, model, most + 1, False)
 

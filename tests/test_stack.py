@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from pflkit import data, models, partition, training, trees
 from pflkit import federation as federation_module
@@ -26,7 +27,7 @@ def federation(sizes=(61, 1, 7, 10, 30, 30), join_ratio=1.0, **options):
     ends = np.cumsum([size + 1 for size in sizes])
     parts = np.split(np.arange(n), ends[:-1])
     split = partition.custom(y, [part[:-1] for part in parts], [part[-1:] for part in parts])
-    net = models.build("mlp", (1, 8, 8), 4, seed=0)
+    net = options.pop("model", None) or models.build("mlp", (1, 8, 8), 4, seed=0)
     options = {"training": Training(**RULE), "dtype": torch.float64, "engine": "stacked"} | options
     return Federation(data.Dataset("noise", x, y, tuple(range(4))), split, net, join_ratio=join_ratio, **options)
 
@@ -130,6 +131,74 @@ def test_clients_that_do_not_fit_are_trained_in_turns(method, most, monkeypatch)
     assert trees.unequal(want[0], got[0]) < 1e-12
     for a, b in zip(want[1], got[1], strict=True):
         assert a.keys() == b.keys() and all(np.allclose(a[k], b[k], atol=1e-12, equal_nan=True) for k in a)
+
+
+def normed():
+    """A convolution and batch-norm, by a module of one's own."""
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.AvgPool2d(3), nn.Flatten())
+    return models.from_modules(body, nn.Linear(12, 4), (1, 8, 8), 4)
+
+
+@pytest.mark.parametrize("net", [normed, lambda: models.build("cnn-small", (1, 8, 8), 4)], ids=["norm", "cnn-small"])
+@pytest.mark.parametrize("method", FOUR)
+def test_one_client_after_the_other_is_recorded_without_vmap(method, net, monkeypatch):
+    """As a GPU trains ResNet-18: one client's step, replayed for all; the numbers of a loop."""
+    want = end(federation(model=net(), engine="loop"), method, 4)
+    monkeypatch.setattr(training.Engine, "room", lambda self, numbers: 1)
+    by_vmap, vmap, fed = set(), torch.vmap, federation(model=net())
+    monkeypatch.setattr(torch, "vmap", lambda f: (by_vmap.add(f.__name__), vmap(f))[1])
+    fed.groups[0].engine.graphs = graphs = Watched()
+    got = end(fed, method, 4)
+    assert graphs.replays > 10 and len(graphs.recorded) < 12 and by_vmap <= {"clip01"}
+    assert trees.unequal(want[0], got[0]) < 1e-12
+    for a, b in zip(want[1], got[1], strict=True):
+        assert a.keys() == b.keys() and all(np.allclose(a[k], b[k], atol=1e-12, equal_nan=True) for k in a)
+
+
+def test_only_large_models_with_convolutions_train_alone_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (96 * 10**9, 10**12))
+    for name, numbers, most in (("cnn", 1_000_000, 1000), ("cnn", 10_000_000, 1), ("mlp", 10_000_000, 100)):
+        engine = training.Engine("auto", models.build(name, (3, 32, 32), 10), "cpu", 20)
+        assert engine.room(numbers) >= 2**31
+        engine.on_cpu = False
+        assert engine.room(numbers) == most
+
+
+# Looking at results later, as on a GPU
+
+
+@pytest.mark.parametrize("engine", ["loop", "stacked"])
+@pytest.mark.parametrize("method", FOUR)
+def test_what_is_looked_at_later_is_the_same(method, engine, monkeypatch):
+    want, fed = end(federation(engine=engine), method), federation(engine=engine)
+    fed.groups[0].engine.waits, looks, settle = True, [], training.Clients._settle
+    monkeypatch.setattr(training.Clients, "_settle", lambda self: (looks.append(len(self._pending)), settle(self)))
+    got = end(fed, method)
+    assert max(looks) == {"fedavg": 1, "fedah": 3, "ditto": 2, "perfedavg": 1}[method]
+    assert trees.unequal(want[0], got[0]) == 0
+    for a, b in zip(want[1], got[1], strict=True):
+        assert a.keys() == b.keys() and all(np.array_equal(a[k], b[k], equal_nan=True) for k in a)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_divergence_names_the_first_phase_even_if_another_fails_on_it(later):
+    """The head phase diverges; then a method's own check fails on what came of it."""
+
+    class Checking(type(make("fedrep"))):
+        def local(self, clients, kept, message):
+            given = super().local(clients, kept, message)
+            if not all(leaf.isfinite().all() for leaf in trees.leaves(given)):
+                raise ValueError("not finite")
+            return given
+
+    fed = federation(training=Training(lr=3e38, momentum=0.9), dtype=torch.float32)
+    fed.groups[0].engine.waits = later
+    state = fed.start(Checking())
+    before = trees.clone((state.server, state.kept))
+    with pytest.raises(FloatingPointError, match="round 1, client 0, phase 'head': training diverged"):
+        fed.play(Checking(), state, 1)
+    assert trees.unequal(before, (state.server, state.kept)) == 0 and state.round == 0
 
 
 # Precision on a GPU

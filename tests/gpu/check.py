@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from pflkit import data, models, partition, trees
+from pflkit import data, models, partition, training, trees
 from pflkit.federation import Federation
 from pflkit.methods import METHODS, make
 from pflkit.training import Training
@@ -121,10 +121,14 @@ def timed(device):
         fed = federation(grey, 20, samples, "cnn", device, precision=precision)
         seconds, recorded = ours(fed, "fedavg", device)
         yield f"4-layer CNN, 20 clients, {precision}", "fedavg", "auto", recorded, seconds
-    for engine in ("loop", "stacked"):
+    # A GPU's stacked engine trains so large a model one client at a time; all at once for comparison.
+    usual = training.ALONE
+    for what, engine, alone in (("", "loop", usual), ("", "stacked", usual), (", all at once", "stacked", np.inf)):
+        training.ALONE = alone
         fed = federation(colour, 10, 80 if small else 400, "resnet18", device, engine)
         seconds, recorded = ours(fed, "fedavg", device)
-        yield "ResNet-18, 10 clients", "fedavg", engine, recorded, seconds
+        yield f"ResNet-18, 10 clients{what}", "fedavg", engine, recorded, seconds
+    training.ALONE = usual
     for name in ("fedrep", "ditto", "fedala", "fedgh", "fedapa"):
         fed = federation(grey, 20, samples, "cnn", device)
         seconds, recorded = ours(fed, name, device)
@@ -150,6 +154,9 @@ if __name__ == "__main__":
 
     rows, seconds = [], []
     check(cases, rows)
+    usual, training.ALONE = training.ALONE, 0  # as large models with convolutions train, one client at a time
+    check([(method, "stacked", ("cnn-small",)) for method in ("fedavg", "fedah", "perfedavg")], rows)
+    training.ALONE = usual
     for what, method, engine, recorded, taken in timed(device):
         row = {"what": what, "method": method, "engine": engine, "graphs": recorded, "seconds a round": taken}
         seconds.append(row | about)

@@ -43,8 +43,8 @@ class TwoLogits(Scale):
 
 @pytest.fixture(scope="session")
 def digits():
-    """A function that makes a Federation of 6 unequal clients on 240 real digits. MLPs train in a loop, unless said
-    otherwise, so that what is one and the same is so to the bit, not but for a stack's rounding.
+    """A function that makes a Federation of 6 unequal clients on 240 real digits. They do not train stacked, unless
+    said otherwise, so that what is one and the same is so to the bit, not but for a stack's rounding.
     """
     real = data.load("digits")
     small = data.Dataset("digits-240", real.x[:240], real.y[:240], real.classes)
@@ -52,7 +52,7 @@ def digits():
 
     def make(model="mlp", head_layers=1, rule=None, **options):
         net = models.build(model, small.shape, 10, head_layers=head_layers) if isinstance(model, str) else model
-        options = {"engine": "auto" if "cnn" in str(model) else "loop"} | options
+        options = {"engine": "threads" if "cnn" in str(model) else "loop"} | options
         return Federation(small, split, net, training=Training(lr=0.05, **(rule or {})), **options)
 
     return make
