@@ -233,7 +233,7 @@ def cases(full):
     yield Case("digits", "mlp", 100, ("loop", "stacked"), EIGHT, (False, True))
     yield Case("digits", "cnn-small", 20, ("loop", "threads", "stacked", "auto"), EIGHT)
     yield Case("grey 28x28, few", "cnn", 20, ("loop", "threads"), EIGHT, (False, True))
-    yield Case("texts", "fasttext", 20, ("loop", "stacked"), ("fedavg", "fedrep", "fedah"))
+    yield Case("texts", "fasttext", 20, ("loop", "threads", "auto"), ("fedavg", "fedrep", "fedah"))
     yield Case("colour 32x32", "resnet18", 10, ("loop", "threads"), ("fedavg",), lr=0.001)
 
 

@@ -72,7 +72,7 @@ def one_by_one(d, each, dropout):
     def batches(i, epoch):
         """Client i's batches of one epoch, the full ones, then the short last one: of each draw one (x, y)."""
         x, y = d.data[i]
-        orders = [torch.from_numpy(d.order(i, epoch, draw)).to(y.device) for draw in range(d.draws)]
+        orders = [trees.on(y.device, d.order(i, epoch, draw)) for draw in range(d.draws)]
         # Shuffled once an epoch, so that batches are views: gathering each of them costs a tenth of its step.
         size = d.rule.batch_size
         for drawn in zip(*(zip(x[o].split(size), y[o].split(size), strict=True) for o in orders), strict=True):

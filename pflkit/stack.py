@@ -114,7 +114,7 @@ class Stack:
         widths[k] clients, never growing; sizes [steps, C]: how many samples count.
         """
         d, device = self.d, self.y.device
-        at, seen, width = torch.from_numpy(rows).to(device), [], None
+        at, seen, width = trees.on(device, rows), [], None
         place = self._place(batches.shape) if self.graphs else None
         hold = functools.partial(self.graphs.hold, place) if self.graphs else lambda name, tensors: tensors
         own, speeds = hold("own", [t[at] for t in self.whole]), hold("speeds", [t[at] for t in self.velocity])
@@ -122,7 +122,7 @@ class Stack:
         stills = [hold(f"still {k}", [trees.pick(t, at) for t in trees.leaves(f)]) for k, f in enumerate(self.fixed)]
         # All at once: gathering the samples of each step by itself takes a tenth of it. But each has memory of its own,
         # for the rounding of a product may depend on where its numbers begin.
-        used = batches[torch.arange(len(rows)) < torch.tensor(widths)[:, None]].to(device)
+        used = trees.on(device, batches[torch.arange(len(rows)) < torch.tensor(widths)[:, None]])
         for x, y in zip(self.x[used].split(widths), self.y[used].split(widths), strict=True):
             if len(y) != width:
                 width = len(y)
@@ -178,7 +178,7 @@ class Stack:
         return True
 
     def _record(self, rows, at, seen, sizes):
-        weights, counts = torch.from_numpy(sizes[:, : len(seen[0]["loss"])]).to(self.y.device), sizes.sum(0)
+        weights, counts = trees.on(self.y.device, sizes[:, : len(seen[0]["loss"])]), sizes.sum(0)
         for name in seen[0]:
             wide = pad_sequence([values[name].detach() for values in seen], batch_first=True)
             zeros = torch.zeros(len(self.n), dtype=torch.float64, device=self.y.device)

@@ -49,9 +49,14 @@ def like(tree, leaves):
     return made
 
 
+def on(device, values):
+    """Numbers of the CPU as a tensor on `device`, without waiting for what that still does."""
+    return torch.as_tensor(values).to(device, non_blocking=True)
+
+
 def take(tree, ids):
     """Rows `ids` of every leaf [N, ...], copied: [len(ids), ...]."""
-    return tree_map(lambda t: t[torch.as_tensor(ids, device=t.device)], tree)
+    return tree_map(lambda t: t[on(t.device, ids)], tree)
 
 
 def pick(leaf, at):
@@ -63,7 +68,7 @@ def put(tree, ids, rows):
     """Writes `rows` [len(ids), ...] over rows `ids` of every leaf of `tree` [N, ...], in place."""
 
     def write(t, r):
-        t[torch.as_tensor(ids, device=t.device)] = r
+        t[on(t.device, ids)] = r
 
     tree_map(write, tree, rows)
 
@@ -159,7 +164,7 @@ def average(tree, weights):
         # In pieces, for all numbers in float64 would take twice the memory of the clients' models, and longer.
         size = 4096 if t.device.type == "cpu" else 2**20
         pieces = t.reshape(len(t), t.shape[1:].numel()).split(size, dim=1)
-        total = torch.cat([w.to(t.device) @ piece.double() for piece in pieces]).view(t.shape[1:])
+        total = torch.cat([on(t.device, w) @ piece.double() for piece in pieces]).view(t.shape[1:])
         return (total if t.is_floating_point() else total.round()).to(t.dtype)
 
     return tree_map(mean, tree)
