@@ -290,6 +290,7 @@ class Federation:
         groups, keeps, uploads = self.by_group(ids), [], []
         for g, at, rows in groups:
             clients, own = self.clients(ids[at], t, rounds), split(message, at)
+            clients.cohort = getattr(method, "cohort", None) or clients.cohort
             with clients.settling():
                 given = method.local(clients, trees.take(kept[g], rows), own)
             if not isinstance(given, tuple) or len(given) != 3:

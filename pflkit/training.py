@@ -98,9 +98,9 @@ class Engine:
                 warnings.warn(f"model={model.name!r}: has dropout, so its clients train in a loop", stacklevel=2)
             self.name = self.wanted = "loop"
 
-    def may_stack(self, kind):
-        """Whether training of a `kind`, a key of WIDTH, is stacked at all."""
-        return self.wanted == "stacked" or (self.wanted == "auto" and self.width >= WIDTH[kind])
+    def may_stack(self, kind, most=math.inf):
+        """Whether training of a `kind`, a key of WIDTH, is stacked at all, by `most` clients at a time."""
+        return self.wanted == "stacked" or (self.wanted == "auto" and min(self.width, most) >= WIDTH[kind])
 
     def names(self):
         """What a run's result depends on, if only by rounding."""
@@ -108,13 +108,13 @@ class Engine:
             return ["all stacked"]
         return [self.name, *filter(self.may_stack, WIDTH)]
 
-    def stacks(self, kind, loss, model, numbers, vectors):
-        """Whether clients train all at once on `loss`, training of a `kind`: `numbers` trained ones each; vectors:
-        inputs are [B, r].
+    def stacks(self, kind, loss, model, numbers, vectors, most=math.inf):
+        """Whether clients, `most` at a time, train all at once on `loss`, training of a `kind`: `numbers` trained ones
+        each; vectors: inputs are [B, r].
         """
         small = numbers <= NUMBERS[kind] and (vectors or not self.convolutional or self.pixels <= PIXELS)
         helps = self.wanted == "stacked" or small or not self.on_cpu
-        return self.may_stack(kind) and helps and (loss, model) not in self.refused
+        return self.may_stack(kind, most) and helps and (loss, model) not in self.refused
 
     def room(self, numbers):
         """How many clients of so many trained numbers are stacked at a time; more would not fit into a GPU's memory.
@@ -156,6 +156,7 @@ class Clients:
         self.model, self.data, self.ids, self.round, self.rounds = model, data, ids, round, rounds
         self.training, self.seed, self.engine, self._flop_cache = training, seed, engine, flop_cache
         self.second, self.join_ratio = second, join_ratio
+        self.cohort = math.inf  # how many clients a method has at most at a time, which may be too few for a stack
         self.n = np.array([len(y) for _, y in data])
         self._log, self._pending, self._work = {}, [], []
 
@@ -266,12 +267,12 @@ class Clients:
         kind = "stacked steps" if descent.step else "stacked"
         if getattr(descent.loss, "for_many", False) and (self.model.many or (features and self.model.plain)):
             kind = "stacked for many"
-        if features and self.engine.may_stack(kind):
+        if features and self.engine.may_stack(kind, self.cohort):
             self.engine.each(lambda j: self.data[train[j]], self.n[train])
         vectors = features and self.data.complete(train) and self.data[train[0]][0].ndim == 2
         refusal = None
         numbers = sum(t[0].numel() for t in descent.moving(descent.params))
-        if self.engine.stacks(kind, what, self.model, numbers, vectors):
+        if self.engine.stacks(kind, what, self.model, numbers, vectors, self.cohort):
             try:
                 nothing = tuple(t[:0] for t in self.data[train[0]])
                 data = [self.data[i] if number else nothing for i, number in enumerate(descent.epochs)]

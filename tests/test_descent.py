@@ -618,6 +618,14 @@ def test_auto_takes_threads_for_large_models_on_a_cpu():
         assert Engine("auto", model, "cpu").name == name and Engine("auto", model, "cuda").name == "loop"
 
 
+def test_auto_does_not_stack_what_a_method_has_one_after_the_other(used):
+    chosen("mlp", "fedapa", sizes=(30,) * 20)
+    assert used == [("model_loss", "stacked")]
+    used.clear()
+    play(federation("mlp", (30,) * 20, "auto", torch.float32, {"lr": 0.05}), make("pfedhn"), 1)
+    assert {way for _, way in used} == {"one by one"} and len(used) == 20
+
+
 def test_auto_stacks_whatever_is_wide_on_a_gpu():
     for model in (models.build("cnn", (1, 28, 28), 10), models.build("fasttext", (20,), 4, vocabulary=98_635)):
         numbers = sum(t.numel() for t in trees.leaves(model.init()))
