@@ -97,15 +97,18 @@ def one_by_one(d, each, dropout):
             for drawn in batches(i, epoch):
                 if d.step is None:
                     value, extras = value_and_extras(d.loss(d.model, own, drawn[0], *still))
+                    _check_scalar(d.loss, value)
+                    now = recorded({"loss": value, **extras})
                     velocity = sgd_step(d, moving, gradients(value, moving), velocity, pull)
                 else:
                     stepped, value, extras = step_of(d, own, drawn, still)
+                    now = recorded({"loss": value, **extras})
                     # In new memory, for a step may return what it was given; laid out as the old.
                     own = trees.tree_map(lambda old, new: torch.empty_like(old).copy_(new.detach()), own, stepped)
                 sizes.append(len(drawn[0][1]))
-                for name, amount in {"loss": value, **extras}.items():
+                for name, amount in now.items():
                     of_steps, weights = values.setdefault(name, ([], []))
-                    of_steps.append(torch.as_tensor(amount).detach())
+                    of_steps.append(amount)
                     weights.append(sizes[-1])
             if d.until is not None and len(sizes) > first:
                 means.append(_mean(values["loss"][0][first:], sizes[first:]))
@@ -171,6 +174,18 @@ def value_and_extras(given):
     return given if isinstance(given, tuple) else (given, {})
 
 
+def recorded(values):
+    """A step's values by name, to be kept: what is no result of its own may be a parameter, which the step changes."""
+    tensors = {name: torch.as_tensor(value) for name, value in values.items()}
+    return {name: t.detach().clone() if t.is_leaf or t._is_view() else t.detach() for name, t in tensors.items()}
+
+
+def _check_scalar(loss, value):
+    if not torch.is_tensor(value) or value.ndim:
+        given = list(value.shape) if torch.is_tensor(value) else type(value).__name__
+        raise ValueError(f"{getattr(loss, '__name__', loss)}: a loss must be a scalar tensor, not {given}")
+
+
 def gradients(value, moving):
     """The gradients of a value's sum in the tensors `moving`; 0 for those that it does not depend on."""
     found = torch.autograd.grad(value, moving, torch.ones_like(value), allow_unused=True)
@@ -233,8 +248,15 @@ def own_copy(tree, plain, place=None):
 
 
 def to_read(tree, plain):
-    """A tree laid out the same way, for who only reads it: if `plain`, all but kernels are the tree's own tensors."""
-    return trees.tree_map(lambda t: _channels_last(t) if plain and _is_kernel(t) else t if plain else t.clone(), tree)
+    """A tree laid out the same way, for who only reads it: if `plain`, all but kernels are the tree's own tensors.
+
+    Those that are contiguous: rounding depends on the layout, and that may depend on who else is in the tree.
+    """
+
+    def read(t):
+        return _channels_last(t) if plain and _is_kernel(t) else t.contiguous() if plain else t.clone()
+
+    return trees.tree_map(read, tree)
 
 
 def _is_kernel(t):

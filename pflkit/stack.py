@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from pflkit import trees
-from pflkit.descent import gradients, sgd_step, step_of, value_and_extras
+from pflkit.descent import gradients, recorded, sgd_step, step_of, value_and_extras
 from pflkit.models import as_trained
 
 
@@ -217,6 +217,7 @@ class _Step:
         else:
             values, stepped = self.stack.by_one(self.leaves, x, y, self.stills)
         loss, *new = self._changes(values, stepped, self.leaves)
+        now = recorded(values)
         for j, of_client in enumerate(expected):
             before = [0, *(t[j].double() if self.d.step else 0 for t in self.leaves)]
             _compare([loss[j], *(t[j] for t in new)], of_client, before)
@@ -225,7 +226,7 @@ class _Step:
         else:
             for old, t in zip(self.leaves, [t.clone() for t in new], strict=True):  # one may be another's old value
                 old.copy_(t)
-        return {name: value.detach() for name, value in values.items()}
+        return now
 
     def alone(self, j, x, y):
         """The changes of the j-th client by itself."""

@@ -21,7 +21,8 @@ def seed_of(seed, *names):
     enters too, because numpy takes ("x",) and ("x", 0) for the same.
     """
     words = [seed, len(names), *(zlib.crc32(n.encode()) if isinstance(n, str) else n for n in names)]
-    small = min(words) >= 0 and max(words) < 2**32  # then an array gives the same sequence in a third of the time
+    # Then an array gives the same sequence in a third of the time; of what is no integer it would take the whole part.
+    small = all(isinstance(word, int | np.integer) and 0 <= word < 2**32 for word in words)
     return np.random.SeedSequence(np.array(words, dtype=np.uint32) if small else words)
 
 

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pflkit import trees
 from pflkit.checks import boolean, choice, integer, real
-from pflkit.descent import Descent, one_by_one, slope, to_read, value_and_extras
+from pflkit.descent import Descent, one_by_one, own_copy, slope, to_read, value_and_extras
 from pflkit.graphs import Graphs
 from pflkit.messages import Rows
 from pflkit.models import Model, Pair, as_trained, trained
@@ -452,15 +452,16 @@ class Clients:
         self._check_rows("params", params)
         # Not of the clients themselves, here and above: what they count would hold them, and all models of their round.
         model, data, n, samples = self.model, self.data, self.n, np.zeros(len(self.n))
+        copied = to_read if f is Model.extract else own_copy  # a method's own f may write
 
         def client(i):
-            own = to_read(trees.row(params, i), model.plain)
+            own = copied(trees.row(params, i), model.plain)
             samples[i] = n[i]
             return _forward(lambda x: f(model, own, x), data[i][0])
 
         @torch.no_grad()
         def two_samples():
-            f(model, trees.row(params, 0), _two(data)[0])
+            f(model, copied(trees.row(params, 0), model.plain), _two(data)[0])
 
         self._count(f, two_samples, samples)
         return _Later(client, len(self.n))

@@ -41,6 +41,19 @@ def test_negative_numbers_are_refused(names):
         rng(*names)
 
 
+@pytest.mark.parametrize("names", [(1.5, "ids"), (0, "ids", 0.1), (np.float64(2), "ids")])
+def test_fractions_are_refused(names):
+    with pytest.raises(TypeError, match="must be integer"):
+        rng(*names)
+
+
+@pytest.mark.parametrize("names", [(2**32 - 1, "x"), (2**32, "x"), (2**70, 0), (True, 2**33), (np.uint64(2**63), "x")])
+def test_large_numbers_are_numpys_own(names):
+    seed, *rest = names
+    want = [seed, len(rest), *(zlib.crc32(n.encode()) if isinstance(n, str) else n for n in rest)]
+    assert np.array_equal(seed_of(*names).generate_state(4), np.random.SeedSequence(want).generate_state(4))
+
+
 def test_global_random_states_are_left_alone():
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     rng(0, "ids", 1).random(), torch_seed(0, "weights")

@@ -231,6 +231,17 @@ def test_project_is_applied_after_every_step(engine):
 
 
 @ENGINES
+def test_a_parameter_among_the_extras_is_recorded_as_it_was(engine):
+    def falling(model, params, batch):
+        return params["a"], {"a": params["a"].detach(), "twice": 2 * params["a"]}
+
+    clients = sampled(make_model("mlp"), sizes=(40, 40, 40), engine=engine, lr=0.1, batch_size=10)
+    clients.sgd(falling, {"a": torch.zeros(3, dtype=torch.float64)})
+    for name, mean in (("train", -0.15), ("train.a", -0.15), ("train.twice", -0.3)):  # of 0, -0.1, -0.2 and -0.3
+        assert clients.log[name] == pytest.approx([mean] * 3)
+
+
+@ENGINES
 def test_named_extras_are_recorded(engine):
     def loss(model, params, batch):
         n = len(batch[1])
@@ -423,6 +434,16 @@ def test_engines_and_numbers_of_threads_give_the_same_bits(name):
     assert all(same(runs[0], run, list(range(len(SIZES)))) for run in runs[1:])
 
 
+def test_how_models_are_laid_out_does_not_matter_where_they_are_read():
+    model = make_model("mlp")
+    clients, params = sampled(model, dtype=torch.float32), start(model, dtype=torch.float32)
+    last = trees.tree_map(lambda t: t.movedim(0, -1).contiguous().movedim(-1, 0), params)  # clients along the last axis
+    scores = [evaluate(model, tree, clients.data, clients.engine)[1] for tree in (params, last)]
+    features = [clients.through(tree[0]).data for tree in (params, last)]
+    assert np.array_equal(*scores)
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(*features, strict=True))
+
+
 def test_where_a_client_lies_in_memory_does_not_matter():
     model, (x, y) = make_model("mlp"), samples((6,), 150, 0, torch.float32)
     params = start(model, 1, dtype=torch.float32)
@@ -561,6 +582,17 @@ def test_impossible_values_are_refused_by_name(bad):
     for refuses in (lambda: Training(**bad), lambda: sampled(model).sgd(model_loss, start(model), **bad)):
         with pytest.raises(ValueError, match=f"^{name}={re.escape(repr(value))}: must be "):
             refuses()
+
+
+@ENGINES
+@pytest.mark.parametrize(("given", "what"), [(torch.ones(10), "[10]"), (torch.ones(1), "[1]"), (1.0, "float")], ids=str)
+def test_a_loss_that_is_no_scalar_is_refused(given, what, engine):
+    def unsummed(model, params, batch):
+        return given * model_loss(model, params, batch) if torch.is_tensor(given) else given
+
+    model = make_model("mlp")
+    with pytest.raises(ValueError, match=f"^unsummed: a loss must be a scalar tensor, not {re.escape(what)}$"):
+        sampled(model, engine=engine).sgd(unsummed, start(model))
 
 
 def test_unknown_settings_are_refused():
@@ -909,6 +941,21 @@ def test_class_mean_by_hand():
     assert means.values.tolist() == [
         *[[[2, 20], [0, 0], [6, 60]], [[0, 0], [1, 10], [0, 0]], [[0, 0], [0, 0], [3, 30]]]
     ]
+
+
+def test_what_a_function_writes_to_its_model_is_nobody_elses():
+    model = make_model("mlp")
+    params = trees.expand(trees.row(start(model), 0), 5)  # stored once, as a message is
+    before, clients = trees.clone(params), sampled(model)
+
+    def doubled(model, own, x):
+        for leaf in trees.leaves(own):
+            leaf.mul_(2)
+        return model.predict(own, x)
+
+    clients.class_mean(doubled, params)
+    clients.flops()
+    assert trees.unequal(params, before) == 0
 
 
 @pytest.mark.usefixtures("one_thread")
