@@ -63,8 +63,8 @@ class Descent:
 def one_by_one(d, each, dropout):
     """The trained tree [C, ...], mean values, samples and skipped batches [C] of a Descent, each client by itself.
 
-    The mean values are a function, which waits for the device: of each client a dict by name, {} where it took no step.
-    each(f) calls f(i) for every client; dropout(i) is a context in which client i trains.
+    The mean values are a function, for to look at them is to wait for the device: it returns for each client a dict by
+    name, {} where it took no step. each(f) calls f(i) for every client; dropout(i) is a context in which i trains.
     """
     out = trees.tree_map(lambda t: torch.empty_like(t, memory_format=torch.contiguous_format), d.params)
     seen, samples, skipped = [None] * len(d.epochs), np.zeros(len(d.epochs)), np.zeros(len(d.epochs))
@@ -248,15 +248,12 @@ def own_copy(tree, plain, place=None):
 
 
 def to_read(tree, plain):
-    """A tree laid out the same way, for who only reads it: if `plain`, all but kernels are the tree's own tensors.
-
-    Those that are contiguous: rounding depends on the layout, and that may depend on who else is in the tree.
+    """As `own_copy`, for who only reads it: if `plain`, all but kernels are the tree's own tensors, where those are
+    contiguous: rounding depends on the layout, and that may depend on who else is in the tree.
     """
-
-    def read(t):
-        return _channels_last(t) if plain and _is_kernel(t) else t.contiguous() if plain else t.clone()
-
-    return trees.tree_map(read, tree)
+    if not plain:
+        return own_copy(tree, plain)
+    return trees.tree_map(lambda t: _channels_last(t) if _is_kernel(t) else t.contiguous(), tree)
 
 
 def _is_kernel(t):

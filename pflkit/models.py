@@ -183,6 +183,7 @@ class Model:
         parts = (self.extractor, self.head)
         self.batch_norm, self.dropout = any(p.batch_norm for p in parts), any(p.dropout for p in parts)
         self.convolutional = any(isinstance(m, nn.Conv2d) for p in parts for m in p.module.modules())
+        # Whether the parts can be called on many clients' params at once.
         self.many = plain and all(type(m) in MANY for p in parts for _, m in p.layers or [("", p.module)])
         named = [item for p in parts for item in p.module.named_parameters(remove_duplicate=False)]
         self.buffers = self.extractor.buffers | self.head.buffers

@@ -240,7 +240,7 @@ class _Step:
 
 
 def _means(sums, counts, clients):
-    """Each client's mean values, by name."""
+    """Each client's mean values, by name. No method of a Stack, which would stay in memory until they are looked at."""
     found = {name: total.cpu().numpy() / np.maximum(counts[name], 1) for name, total in sums.items()}
     return [{name: float(mean[i]) for name, mean in found.items() if counts[name][i]} for i in range(clients)]
 

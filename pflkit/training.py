@@ -77,9 +77,9 @@ class Engine:
     would change with them.
 
     Stacked, a step of all clients takes no more calls than a step of one, but four times the time a call, less if the
-    loss is `for_many`: on a CPU that pays off for many clients with small models and images. Models with dropout, which
-    draws from torch's one global generator, train in a loop; a loss or model that torch.vmap refuses (it asks for a
-    value, as in `if x.max() > 0`) trains client by client, with one warning.
+    loss is `for_many`: on a CPU that pays off for many clients with small models, convolutions only on tiny images.
+    Models with dropout, which draws from torch's one global generator, train in a loop; a loss or model that torch.vmap
+    refuses (it asks for a value, as in `if x.max() > 0`) trains client by client, with one warning.
     """
 
     def __init__(self, name="auto", model=None, device="cpu", width=1.0):
@@ -90,9 +90,9 @@ class Engine:
         self.pixels = math.prod(model.shape) if model is not None else 0
         heavy = self.convolutional or (model is not None and model.size() > LARGE)
         self.name = name if name in ("loop", "threads") else "threads" if heavy and self.on_cpu else "loop"
-        self.known, self.refused = {}, set()  # (loss, model) that can be stacked, as stack.all_at_once says; and cannot
+        self.known, self.refused = {}, set()  # (loss or step, model) that can be stacked, see all_at_once; that cannot
         self.graphs = None if self.on_cpu else Graphs()
-        self.waits = not self.on_cpu  # with looking at a phase's results, for the round's training to be done
+        self.waits = not self.on_cpu  # until the round's training is done, before it looks at a phase's results
         if model is not None and model.dropout:
             if name == "stacked":
                 warnings.warn(f"model={model.name!r}: has dropout, so its clients train in a loop", stacklevel=2)
@@ -250,10 +250,10 @@ class Clients:
         changes = any(descent.trained) if descent.step is None else descent.trained  # a step may count, with integers
         if not changes or not any(descent.epochs):
             return trees.clone(descent.params)
-        out, seen, samples, skipped = self._descend(descent, phase)
+        out, means, samples, skipped = self._descend(descent, phase)
         self._skip(skipped)
         self._count(_kind("train", descent), functools.partial(_two_samples, descent), samples)
-        self._record(log, seen, out)
+        self._record(log, means, out)
         return out
 
     def _skip(self, batches):
@@ -507,24 +507,24 @@ class Clients:
         finally:
             self._settle()
 
-    def _record(self, phase, seen, out):
-        """Notes what a phase has `seen`, and whether all of `out` is finite: on a GPU, to be looked at when the round's
-        training is done, for to look is to wait for it.
+    def _record(self, phase, means, out):
+        """Notes a phase's `means`, a function as of `one_by_one`, and whether all of `out` is finite: on a GPU, to be
+        looked at when the round's training is done, for to look is to wait for it.
         """
-        self._pending.append((phase, seen, trees.finite(out)))
+        self._pending.append((phase, means, trees.finite(out)))
         if not self.engine.waits:
             self._settle()
 
     def _settle(self):
         """Puts into the log what phases noted; FloatingPointError where one's numbers are not finite."""
         while self._pending:
-            phase, seen, finite = self._pending.pop(0)
-            seen, finite = seen(), finite.cpu().numpy()
-            for name in sorted({name for values in seen for name in values}):
-                means = np.array([float(values.get(name, np.nan)) for values in seen])
-                self._log[phase if name == "loss" else f"{phase}.{name}"] = means
+            phase, means, finite = self._pending.pop(0)
+            means, finite = means(), finite.cpu().numpy()
+            for name in sorted({name for values in means for name in values}):
+                found = np.array([float(values.get(name, np.nan)) for values in means])
+                self._log[phase if name == "loss" else f"{phase}.{name}"] = found
                 if name == "loss":
-                    finite &= np.isfinite(means) | np.array([not values for values in seen])
+                    finite &= np.isfinite(found) | np.array([not values for values in means])
             if not finite.all():
                 who = int(self.ids[np.argmin(finite)])
                 raise FloatingPointError(

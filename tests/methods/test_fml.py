@@ -315,8 +315,7 @@ def test_stacked_is_the_loop(mixed, play, clip):
     for engine in ("loop", "stacked"):
         fed = mixed(join_ratio=0.7, engine=engine, rule={"momentum": 0.9, "clip": clip})
         ends.append(play(fed, make("fml"), 2)[0])
-        checked = [group.engine.known for group in fed.groups]
-        assert all(bool(found) == (engine == "stacked") for found in checked)
+        assert all(bool(group.engine.known) == (engine == "stacked") for group in fed.groups)
     assert trees.unequal(*((end.server, end.kept) for end in ends)) < 1e-5
 
 
