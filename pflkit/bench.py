@@ -148,12 +148,8 @@ class Ours:
     """A method, by its name or as it is, by one of our engines; scored: with what `experiment.run` scores."""
 
     def __init__(self, method, fed, scored=False):
-        self.fed, self.method, self.scored, self.correct = (
-            fed,
-            make(method) if isinstance(method, str) else method,
-            scored,
-            0,
-        )
+        self.fed, self.scored, self.correct = fed, scored, 0
+        self.method = make(method) if isinstance(method, str) else method
         self.state = fed.start(self.method)
 
     def play(self):

@@ -163,8 +163,8 @@ def average(tree, weights):
             raise ValueError("average: true and false have no mean; average Rows over those who have each of them")
         # In pieces, for all numbers in float64 would take twice the memory of the clients' models, and longer.
         size = 4096 if t.device.type == "cpu" else 2**20
-        pieces = t.reshape(len(t), t.shape[1:].numel()).split(size, dim=1)
-        total = torch.cat([on(t.device, w) @ piece.double() for piece in pieces]).view(t.shape[1:])
+        pieces, shares = t.reshape(len(t), t.shape[1:].numel()).split(size, dim=1), on(t.device, w)
+        total = torch.cat([shares @ piece.double() for piece in pieces]).view(t.shape[1:])
         return (total if t.is_floating_point() else total.round()).to(t.dtype)
 
     return tree_map(mean, tree)
