@@ -10,14 +10,16 @@ from pflkit.checks import integer, real
 
 
 def per_round(history):
-    """Means over rounds: bytes down and up per sampled client; FLOPs and seconds of all of them, training only."""
+    """Bytes down and up per sampled client, and FLOPs of all of them, training only: means over rounds. `seconds` of
+    the same training is the median round's: a process's first one also loads libraries and warms memory.
+    """
     rounds = history.rounds.dropna(subset="joined")
     return pd.Series(
         {
             "bytes down / client": rounds["bytes_down"].sum() / rounds["joined"].sum(),
             "bytes up / client": rounds["bytes_up"].sum() / rounds["joined"].sum(),
             "FLOPs": rounds["flops"].mean(),
-            "seconds": rounds["seconds"].mean(),
+            "seconds": rounds["seconds"].median(),
         }
     )
 

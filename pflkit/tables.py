@@ -46,9 +46,9 @@ def across(sets, point="own"):
 
 
 def budget(runs, patience):
-    """A row per method: bytes a client and round, FLOPs and seconds of a round of all clients, as in `cost`; and until
-    it has converged (`costs.to_convergence`): rounds, seconds, and MB of all clients both ways. Means over
-    the seeds that have; "" where none has, with their number beside it.
+    """A row per method: bytes a client and round, FLOPs and seconds of a round of all clients, as in `cost` and
+    `seconds`; and until it has converged (`costs.to_convergence`): rounds, seconds, and MB of all clients both ways.
+    Means over the seeds that have; "" where none has, with their number beside it.
     """
     rows = {}
     for name, histories in lists(runs).items():
@@ -87,7 +87,7 @@ def to_targets(runs, targets, point=None):
 
 def overview(runs):
     """A row per method, numbers, means over seeds: accuracy (%), at the method's own point, and its standard deviation
-    "±"; before, after (%); MB of all clients both ways, GFLOP and seconds of all training, a round.
+    "±"; before, after (%); MB of all clients both ways, GFLOP and (median) seconds of all training, a round.
     """
     rows = {}
     for name, histories in lists(runs).items():
@@ -96,7 +96,8 @@ def overview(runs):
         rows[name] = {f"{point} (%)": 100 * seeds[point].mean() for point in ("accuracy", "before", "after")}
         rows[name] |= {"±": 100 * seeds["accuracy"].std(ddof=1)}
         rows[name] |= {"MB": ((seeds["bytes_down"] + seeds["bytes_up"]) / rounds).mean() / 1e6}
-        rows[name] |= {"GFLOP": (seeds["flops"] / rounds).mean() / 1e9, "s": (seeds["seconds"] / rounds).mean()}
+        rows[name] |= {"GFLOP": (seeds["flops"] / rounds).mean() / 1e9}
+        rows[name] |= {"s": np.mean([costs.per_round(h)["seconds"] for h in histories])}
     columns = ["accuracy (%)", "±", "before (%)", "after (%)", "MB", "GFLOP", "s"]
     return pd.DataFrame(rows).T.rename_axis("method")[columns]
 
@@ -133,7 +134,9 @@ def cost(runs):
 
 
 def seconds(runs):
-    """A row per method: mean seconds of training a round. Kept apart, because they change from run to run."""
+    """A row per method: seconds of training of the median round, of the first seed's run. Kept apart: they change from
+    run to run.
+    """
     rows = {name: costs.per_round(histories[0])["seconds"] for name, histories in lists(runs).items()}
     return pd.DataFrame({"seconds a round": rows}).rename_axis("method")
 

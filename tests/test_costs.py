@@ -36,6 +36,13 @@ def test_per_round():
     }
 
 
+def test_a_slow_first_round_leaves_the_seconds_of_a_round_as_they_are():
+    slow = history(before=[0.1, 0.2, 0.3, 0.3], after=[0.5, 0.7, 0.6])
+    slow.rounds.iloc[0, slow.rounds.columns.get_loc("seconds")] = 9.0
+    assert costs.per_round(slow)["seconds"] == 0.5 and slow.summary()["seconds"] == 10
+    assert tables.overview({"a": slow}).at["a", "s"] == 0.5
+
+
 def test_summary_adds_up():
     numbers = RISING.summary()
     assert numbers == {"accuracy": 0.6, "before": 0.3, "after": 0.6, "best": 0.7} | {

@@ -68,8 +68,9 @@ print(peak())
 @pytest.mark.parametrize("method", ["fedavg", "ditto"])
 def test_the_most_memory_ever_used_is_flat_over_rounds(method):
     """Of 60 clients with a model of 2.3 MB, a tenth at a time: Ditto keeps 140 MB, a round makes 4 times 14 MB."""
-    before, *rounds = peak(RUN.format(about=(method, "cnn", (1, 28, 28), 60, 0.1, 7)))
-    assert len(rounds) == 8 and rounds[-1] - rounds[2] < 28  # two trees of a round, in four rounds and the end
+    before, *rounds = peak(RUN.format(about=(method, "cnn", (1, 28, 28), 60, 0.1, 16)))
+    # Malloc's own gaps, of two trees of a round, open in any of them. A tree left behind in each would be 12 of 14 MB.
+    assert len(rounds) == 17 and rounds[-1] - rounds[3] < 4 * 14
     assert rounds[-1] - before < 200 + (2 * 140 if method == "ditto" else 0)  # twice, for it is scored as a whole
 
 
