@@ -629,12 +629,13 @@ def arithmetic(precision, device):
     """Within: float32's products and convolutions on a GPU are full, in TF32, or in bfloat16 where torch.autocast says.
     Torch's own default is TF32 for convolutions.
     """
+    # No cache: autocast would keep a weight's first bfloat16 copy until the end, which is many steps later.
     kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv
     before = [kind.fp32_precision for kind in kinds]
     for kind in kinds:
         kind.fp32_precision = "tf32" if precision == "tf32" else "ieee"
     try:
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
             yield
     finally:
         for kind, old in zip(kinds, before, strict=True):

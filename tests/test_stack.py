@@ -223,6 +223,14 @@ def test_arithmetic_is_set_within_and_restored(precision, flag, dtype):
     assert [kind.fp32_precision for kind in kinds] == before and (x @ x).dtype == torch.float32
 
 
+def test_a_trained_weight_is_rounded_to_bf16_anew_after_each_step():
+    w, x = torch.ones(1, 1, requires_grad=True), torch.ones(1, 1)
+    with training.arithmetic("bf16", torch.device("cpu")):
+        for want in (1.0, 2.0, 3.0):
+            assert float((x @ w).detach()) == want
+            w.data.add_(1)
+
+
 @pytest.mark.parametrize("what", ["play", "deployed", "score"])
 def test_rounds_and_scores_have_full_precision_by_default(what, monkeypatch):
     seen, within = [], training.arithmetic
