@@ -1,9 +1,10 @@
-"""Steps on a GPU as CUDA graphs: a step's hundreds of launches are recorded once, and then are one.
+"""How a GPU computes, and its steps as CUDA graphs: a step's hundreds of launches are recorded once, and then are one.
 
 A graph replays the same kernels on the same memory. So what a step reads and writes must stay where it is: `hold`
 copies values into such a place.
 """
 
+import contextlib
 import warnings
 
 import torch
@@ -65,3 +66,24 @@ def record(step):
     with torch.cuda.graph(graph):
         result = step()
     return graph.replay, result
+
+
+PRECISIONS = ("full", "tf32", "bf16")
+
+
+@contextlib.contextmanager
+def arithmetic(precision, device):
+    """Within: float32's products and convolutions on a GPU are full, in TF32, or in bfloat16 where torch.autocast says.
+    Torch's own default is TF32 for convolutions.
+    """
+    # No cache: autocast would keep a weight's first bfloat16 copy until the end, which is many steps later.
+    kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = [kind.fp32_precision for kind in kinds]
+    for kind in kinds:
+        kind.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+    try:
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
+            yield
+    finally:
+        for kind, old in zip(kinds, before, strict=True):
+            kind.fp32_precision = old

@@ -599,7 +599,8 @@ def _two(data):
 @torch.no_grad()  # here, in the client's own thread: the caller's grad mode does not reach it
 def _forward(f, x):
     """f on all rows of x, in pieces; pieces never cross clients, so that rounding does not depend on the others."""
-    return torch.cat([f(rows) for rows in x.split(ROWS if x.device.type == "cpu" else 20 * ROWS)])
+    found = torch.cat([f(rows) for rows in x.split(ROWS if x.device.type == "cpu" else 20 * ROWS)])
+    return found.float() if found.dtype == torch.bfloat16 else found  # autocast's; it is trained on, kept and sent
 
 
 _outside = contextvars.ContextVar("threads", default=None)
@@ -619,27 +620,6 @@ def one_thread():
     finally:
         torch.set_num_threads(before)
         _outside.reset(outside)
-
-
-PRECISIONS = ("full", "tf32", "bf16")
-
-
-@contextlib.contextmanager
-def arithmetic(precision, device):
-    """Within: float32's products and convolutions on a GPU are full, in TF32, or in bfloat16 where torch.autocast says.
-    Torch's own default is TF32 for convolutions.
-    """
-    # No cache: autocast would keep a weight's first bfloat16 copy until the end, which is many steps later.
-    kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv
-    before = [kind.fp32_precision for kind in kinds]
-    for kind in kinds:
-        kind.fp32_precision = "tf32" if precision == "tf32" else "ieee"
-    try:
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
-            yield
-    finally:
-        for kind, old in zip(kinds, before, strict=True):
-            kind.fp32_precision = old
 
 
 @functools.cache

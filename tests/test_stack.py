@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pflkit import data, models, partition, training, trees
+from pflkit import data, graphs, models, partition, training, trees
 from pflkit import federation as federation_module
 from pflkit.federation import Federation
 from pflkit.graphs import WARM, Graphs
@@ -216,7 +216,7 @@ def test_less_than_full_precision_needs_a_gpu(precision):
 def test_arithmetic_is_set_within_and_restored(precision, flag, dtype):
     kinds, x = (torch.backends.cuda.matmul, torch.backends.cudnn.conv), torch.randn(2, 2)
     before = [kind.fp32_precision for kind in kinds]
-    with pytest.raises(ZeroDivisionError), training.arithmetic(precision, torch.device("cpu")):
+    with pytest.raises(ZeroDivisionError), graphs.arithmetic(precision, torch.device("cpu")):
         assert [kind.fp32_precision for kind in kinds] == [flag] * 2
         assert (x @ x).element_size() * 8 == dtype
         raise ZeroDivisionError
@@ -225,15 +225,44 @@ def test_arithmetic_is_set_within_and_restored(precision, flag, dtype):
 
 def test_a_trained_weight_is_rounded_to_bf16_anew_after_each_step():
     w, x = torch.ones(1, 1, requires_grad=True), torch.ones(1, 1)
-    with training.arithmetic("bf16", torch.device("cpu")):
+    with graphs.arithmetic("bf16", torch.device("cpu")):
         for want in (1.0, 2.0, 3.0):
             assert float((x @ w).detach()) == want
             w.data.add_(1)
 
 
+@pytest.mark.parametrize("engine", ["loop", "stacked"])
+@pytest.mark.parametrize("method", ["fedphp", "fd", "pfedhn", "dbe", "fedpac", "fedavg"])
+def test_bf16_is_the_clients_alone_and_no_tensor_that_is_kept_has_it(method, engine, monkeypatch):
+    """By autocast on the CPU: features, logits and losses are bfloat16, and the server's products are not."""
+    within, kind = graphs.arithmetic, type(make(method))
+
+    class Told(kind):
+        def download(self, server, ids):
+            assert not torch.is_autocast_enabled("cpu")
+            return super().download(server, ids)
+
+        def merge(self, *args):
+            assert not torch.is_autocast_enabled("cpu")
+            return super().merge(*args)
+
+        def local(self, *args):
+            assert torch.is_autocast_enabled("cpu")
+            return super().local(*args)
+
+    monkeypatch.setattr(federation_module, "arithmetic", lambda precision, device: within("bf16", device))
+    fed, method = federation(engine=engine, dtype=torch.float32), Told()
+    state = fed.start(method)
+    for _ in range(2):
+        result = fed.play(method, state, 2)
+        fed.deployed(method, state, 2)
+    assert all(np.isfinite(values).all() for values in result.log().values())
+    assert torch.bfloat16 not in {t.dtype for t in trees.leaves((state.server, state.kept, result.held))}
+
+
 @pytest.mark.parametrize("what", ["play", "deployed", "score"])
 def test_rounds_and_scores_have_full_precision_by_default(what, monkeypatch):
-    seen, within = [], training.arithmetic
+    seen, within = [], graphs.arithmetic
 
     def told(precision, device):
         seen.append(precision)
