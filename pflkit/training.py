@@ -128,6 +128,8 @@ class Engine:
         if self.convolutional and numbers > ALONE:
             return 1
         free, _ = torch.cuda.mem_get_info(self.device)
+        # And what torch holds for the next tensors, which else would be less room the more ran before.
+        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return max(1, int(free // (2 * COPIES * 8 * max(numbers, 1))))
 
     def each(self, f, sizes):
