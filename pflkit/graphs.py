@@ -11,6 +11,7 @@ import torch
 
 WARM = 3  # steps that are taken as they are before one is recorded, so that libraries have made their choices
 MOST = 256  # recorded steps of one federation; beyond, all are forgotten, lest they fill the memory
+PLACES = 64  # where steps hold what they work on; beyond, the oldest are forgotten: APPLE has new ones every round
 
 
 class Graphs:
@@ -30,12 +31,21 @@ class Graphs:
         Where there are more clients than before, the place is made larger, and its recorded steps are forgotten.
         """
         held = self.held.get((place, name))
+        if held is None:
+            places = list(dict.fromkeys(p for p, _ in self.held if p != place))
+            self._forget(places[: max(0, len(places) + 1 - PLACES)])
         if held is None or any(len(b) < len(t) for b, t in zip(held, tensors, strict=True)):
             self.held[place, name] = held = [
                 torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors
             ]
             self.recorded = {key: step for key, step in self.recorded.items() if key[0] != place}
         return [b[: len(t)].copy_(t) for b, t in zip(held, tensors, strict=True)]
+
+    def _forget(self, places):
+        if places:
+            parts = self.held, self.taken, self.recorded
+            kept = ({key: value for key, value in part.items() if key[0] not in places} for part in parts)
+            self.held, self.taken, self.recorded = kept
 
     def __call__(self, place, width, step):
         """What step() returns; taken as it is, or replayed. The result of a replay is overwritten by the next one."""

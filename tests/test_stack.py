@@ -33,7 +33,7 @@ def federation(sizes=(61, 1, 7, 10, 30, 30), join_ratio=1.0, **options):
 
 
 def end(fed, method, rounds=3):
-    method = make(method)
+    method = make(method) if isinstance(method, str) else method
     state = fed.start(method)
     logs = [fed.play(method, state, rounds).log() for _ in range(rounds)]
     return (state.server, state.kept), logs
@@ -95,6 +95,16 @@ def test_a_step_is_recorded_after_a_few_and_forgotten_when_its_place_grows():
     assert graphs.recorded and len(held) == 1
     graphs.hold("here", "x", [torch.ones(3)])
     assert not graphs.recorded
+
+
+def test_the_oldest_places_are_forgotten(monkeypatch):
+    """APPLE's λ, a number that stands still, is another one in every round, and so is the place."""
+    monkeypatch.setattr("pflkit.graphs.PLACES", 3)
+    plain, fed = federation(sizes=(60, 60, 60)), federation(sizes=(60, 60, 60))
+    fed.groups[0].engine.graphs = kept = Watched()
+    want, got = end(plain, type(make("apple"))(L=1.0), 6), end(fed, type(make("apple"))(L=1.0), 6)
+    assert kept.replays and trees.unequal(want[0], got[0]) < 1e-12
+    assert all(len({place for place, _ in part}) <= 3 for part in (kept.held, kept.taken, kept.recorded))
 
 
 def test_places_tell_apart_what_a_recorded_step_has_in_it(monkeypatch):
