@@ -5,6 +5,7 @@ copies values into such a place.
 """
 
 import contextlib
+import functools
 import warnings
 
 import torch
@@ -70,12 +71,24 @@ class Graphs:
         return self(place, width, step)
 
 
-def record(step):
+def record(step, device=None):
     """(replay, what the step returned) of a step on a GPU; recording takes no step."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = step()
+    graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+    try:
+        # On its own GPU: torch's default is a stream of the first one that ever recorded, where another's steps would
+        # be taken, and nothing recorded.
+        with torch.cuda.device(before.device), torch.cuda.graph(graph, stream=_beside(before.device)):
+            result = step()
+    except RuntimeError:
+        torch.cuda.set_stream(before)  # torch may leave the side stream the current one
+        raise
     return graph.replay, result
+
+
+@functools.cache
+def _beside(device):
+    """The stream on which a GPU's steps are recorded."""
+    return torch.cuda.Stream(device)
 
 
 PRECISIONS = ("full", "tf32", "bf16")

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pflkit import trees
 from pflkit.checks import boolean, choice, integer, real
 from pflkit.descent import Descent, one_by_one, own_copy, slope, to_read, value_and_extras
-from pflkit.graphs import Graphs
+from pflkit.graphs import Graphs, record
 from pflkit.messages import Rows
 from pflkit.models import Model, Pair, as_trained, trained
 from pflkit.stack import all_at_once, in_turns
@@ -91,7 +91,7 @@ class Engine:
         heavy = self.convolutional or (model is not None and model.size() > LARGE)
         self.name = name if name in ("loop", "threads") else "threads" if heavy and self.on_cpu else "loop"
         self.known, self.refused = {}, set()  # (loss or step, model) that can be stacked, see all_at_once; that cannot
-        self.graphs = None if self.on_cpu else Graphs()
+        self.graphs = None if self.on_cpu else Graphs(functools.partial(record, device=self.device))
         self.waits = not self.on_cpu  # until the round's training is done, before it looks at a phase's results
         if model is not None and model.dropout:
             if name == "stacked":

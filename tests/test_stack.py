@@ -1,7 +1,9 @@
 """Stacked training in turns, and by recorded steps, which on a CPU are stood in for by what they would do."""
 
+import contextlib
 import functools
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -95,6 +97,48 @@ def test_a_step_is_recorded_after_a_few_and_forgotten_when_its_place_grows():
     assert graphs.recorded and len(held) == 1
     graphs.hold("here", "x", [torch.ones(3)])
     assert not graphs.recorded
+
+
+def test_a_step_is_recorded_on_its_own_gpu_and_a_failure_leaves_the_stream(monkeypatch):
+    """Torch's calls, stood in for: a second GPU's step must not be recorded on a stream of the first."""
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    now = {"device": first, 0: SimpleNamespace(device=first), 1: SimpleNamespace(device=second)}
+
+    def set_stream(stream):
+        now[stream.device.index] = stream
+
+    @contextlib.contextmanager
+    def on(device):
+        before, now["device"] = now["device"], torch.device(device)
+        yield
+        now["device"] = before
+
+    @contextlib.contextmanager
+    def capturing(graph, stream):
+        set_stream(stream)
+        yield  # what fails leaves the stream, as in torch
+        set_stream(usual)
+
+    usual = now[1]
+    stand_ins = {"set_stream": set_stream, "device": on, "graph": capturing}
+    stand_ins["CUDAGraph"] = lambda: SimpleNamespace(replay=None)
+    stand_ins["current_stream"] = lambda device=None: now[torch.device(device or now["device"]).index]
+    stand_ins["Stream"] = lambda device=None: SimpleNamespace(device=torch.device(device or now["device"]))
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    capture = training.Engine("auto", None, "cuda:1").graphs.capture
+
+    def step():
+        return now["device"], now[1] is usual
+
+    def fails():
+        raise RuntimeError("not while capturing")
+
+    assert capture(step)[1] == (second, False)
+    with pytest.raises(RuntimeError, match="not while"):
+        capture(fails)
+    assert now[1] is usual
+    graphs._beside.cache_clear()
 
 
 def test_the_oldest_places_are_forgotten(monkeypatch):
