@@ -228,7 +228,8 @@ def sgd_step(d, moving, grads, velocity, pull, stacked=False):
 
 def _mean(values, sizes):
     """The mean over samples of the batches' mean `values`."""
-    return float(np.array(sizes) / sum(sizes) @ torch.stack(values).cpu().numpy())
+    values = torch.stack(values).double()  # first, for numpy has no bfloat16
+    return float(np.array(sizes) / sum(sizes) @ values.cpu().numpy())
 
 
 def own_copy(tree, plain, place=None):

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from pflkit import checks, data, federation, models, training, trees
+from pflkit import checks, data, federation, graphs, models, training, trees
 from pflkit import partition as partitions
 from pflkit.checks import boolean, integer
 from pflkit.identity import describe, digest
@@ -173,7 +173,7 @@ def experiment(
     step = {"momentum": momentum, "weight_decay": weight_decay, "clip": clip}
     training.Training(lr=0.01 if lr is None else lr, batch_size=batch_size, epochs=epochs, **step)
     training.Engine(engine)
-    checks.choice("precision", precision, training.PRECISIONS)
+    checks.choice("precision", precision, graphs.PRECISIONS)
     integer("rounds", rounds, 1)
     integer("seed", seed, 0)
     if samples is not None:

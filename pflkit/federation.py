@@ -8,10 +8,11 @@ import torch
 
 from pflkit import trees
 from pflkit.checks import choice, integer, real
+from pflkit.graphs import PRECISIONS, arithmetic
 from pflkit.messages import arrived, nbytes, received, split
 from pflkit.models import Model, build
 from pflkit.streams import rng
-from pflkit.training import PRECISIONS, Clients, Engine, Training, arithmetic, evaluate, one_thread
+from pflkit.training import Clients, Engine, Training, evaluate, one_thread
 
 AT_ONCE = 2**31  # bytes of the models that are scored at a time: what they are made of comes on top
 KINDS = {"personal": "", "global": "_global"}  # of models where a method has both, and how their scores are named
@@ -89,7 +90,7 @@ class Federation:
     join_ratio: the share of clients that join a round, or (low, high) from which each round draws anew; rounded to
     whole clients (halves to even), and at least one joins. seed: of all of an experiment's random streams but the
     partition's. engine: auto, loop, threads or stacked. device: "cpu", "cuda", ...; by default a GPU if there is one.
-    precision: full; on a GPU also tf32 or bf16, which are faster and not exact (training.arithmetic).
+    precision: full; on a GPU also tf32 or bf16, which are faster and not exact (graphs.arithmetic).
     Raises ValueError for what does not fit together.
     """
 
@@ -277,9 +278,8 @@ class Federation:
         size = getattr(method, "cohort", None) or len(ids)
         down, up = np.zeros((2, len(ids)), dtype=np.int64)
         result = Round(ids, down, up, calls=[], held=[[] for _ in self.groups])
-        with arithmetic(self.precision, self.device):
-            for start in range(0, len(ids), size):
-                self._exchange(method, state, ids[start : start + size], rounds, result)
+        for start in range(0, len(ids), size):
+            self._exchange(method, state, ids[start : start + size], rounds, result)
         state.round = t
         result.held = self.whole([trees.join(own) for own in result.held if own])
         return result
@@ -291,7 +291,8 @@ class Federation:
         for g, at, rows in groups:
             clients, own = self.clients(ids[at], t, rounds), split(message, at)
             clients.cohort = getattr(method, "cohort", None) or clients.cohort
-            with clients.settling():
+            # The server's own arithmetic stays in full: here, as in `deployed`, only clients have less.
+            with arithmetic(self.precision, self.device), clients.settling():
                 given = method.local(clients, trees.take(kept[g], rows), own)
             if not isinstance(given, tuple) or len(given) != 3:
                 raise ValueError(f"{type(method).__name__}.local: must return (what it keeps, its upload, its model)")

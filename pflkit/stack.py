@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from pflkit import trees
 from pflkit.descent import gradients, recorded, sgd_step, step_of, value_and_extras
+from pflkit.graphs import arithmetic
 from pflkit.models import as_trained
 
 
@@ -129,7 +130,8 @@ class Stack:
                 step = _Step(self, *([t[:width] for t in part] for part in (own, speeds, anchors, *stills)))
             inputs = hold("inputs", [x.clone(), y])
             if not self.single and self.what not in self.known:
-                found = step(*inputs, [step.alone(j, *inputs) for j in range(width)])
+                with arithmetic("full", device):  # lest rounding to fewer digits be taken for what vmap does wrong
+                    found = step(*inputs, [step.alone(j, *inputs) for j in range(width)])
                 self.known[self.what] = self.many
             elif self.graphs:
                 found = self.graphs(place, width, functools.partial(step, *inputs))

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pflkit import trees
 from pflkit.checks import boolean, choice, integer, real
 from pflkit.descent import Descent, one_by_one, own_copy, slope, to_read, value_and_extras
-from pflkit.graphs import Graphs
+from pflkit.graphs import Graphs, record
 from pflkit.messages import Rows
 from pflkit.models import Model, Pair, as_trained, trained
 from pflkit.stack import all_at_once, in_turns
@@ -91,7 +91,7 @@ class Engine:
         heavy = self.convolutional or (model is not None and model.size() > LARGE)
         self.name = name if name in ("loop", "threads") else "threads" if heavy and self.on_cpu else "loop"
         self.known, self.refused = {}, set()  # (loss or step, model) that can be stacked, see all_at_once; that cannot
-        self.graphs = None if self.on_cpu else Graphs()
+        self.graphs = None if self.on_cpu else Graphs(functools.partial(record, device=self.device))
         self.waits = not self.on_cpu  # until the round's training is done, before it looks at a phase's results
         if model is not None and model.dropout:
             if name == "stacked":
@@ -128,6 +128,8 @@ class Engine:
         if self.convolutional and numbers > ALONE:
             return 1
         free, _ = torch.cuda.mem_get_info(self.device)
+        # And what torch holds for the next tensors, which else would be less room the more ran before.
+        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return max(1, int(free // (2 * COPIES * 8 * max(numbers, 1))))
 
     def each(self, f, sizes):
@@ -599,7 +601,8 @@ def _two(data):
 @torch.no_grad()  # here, in the client's own thread: the caller's grad mode does not reach it
 def _forward(f, x):
     """f on all rows of x, in pieces; pieces never cross clients, so that rounding does not depend on the others."""
-    return torch.cat([f(rows) for rows in x.split(ROWS if x.device.type == "cpu" else 20 * ROWS)])
+    found = torch.cat([f(rows) for rows in x.split(ROWS if x.device.type == "cpu" else 20 * ROWS)])
+    return found.float() if found.dtype == torch.bfloat16 else found  # autocast's; it is trained on, kept and sent
 
 
 _outside = contextvars.ContextVar("threads", default=None)
@@ -619,26 +622,6 @@ def one_thread():
     finally:
         torch.set_num_threads(before)
         _outside.reset(outside)
-
-
-PRECISIONS = ("full", "tf32", "bf16")
-
-
-@contextlib.contextmanager
-def arithmetic(precision, device):
-    """Within: float32's products and convolutions on a GPU are full, in TF32, or in bfloat16 where torch.autocast says.
-    Torch's own default is TF32 for convolutions.
-    """
-    kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv
-    before = [kind.fp32_precision for kind in kinds]
-    for kind in kinds:
-        kind.fp32_precision = "tf32" if precision == "tf32" else "ieee"
-    try:
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-            yield
-    finally:
-        for kind, old in zip(kinds, before, strict=True):
-            kind.fp32_precision = old
 
 
 @functools.cache

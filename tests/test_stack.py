@@ -1,14 +1,16 @@
 """Stacked training in turns, and by recorded steps, which on a CPU are stood in for by what they would do."""
 
+import contextlib
 import functools
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from pflkit import data, models, partition, training, trees
+from pflkit import data, graphs, models, partition, training, trees
 from pflkit import federation as federation_module
 from pflkit.federation import Federation
 from pflkit.graphs import WARM, Graphs
@@ -33,7 +35,7 @@ def federation(sizes=(61, 1, 7, 10, 30, 30), join_ratio=1.0, **options):
 
 
 def end(fed, method, rounds=3):
-    method = make(method)
+    method = make(method) if isinstance(method, str) else method
     state = fed.start(method)
     logs = [fed.play(method, state, rounds).log() for _ in range(rounds)]
     return (state.server, state.kept), logs
@@ -97,6 +99,58 @@ def test_a_step_is_recorded_after_a_few_and_forgotten_when_its_place_grows():
     assert not graphs.recorded
 
 
+def test_a_step_is_recorded_on_its_own_gpu_and_a_failure_leaves_the_stream(monkeypatch):
+    """Torch's calls, stood in for: a second GPU's step must not be recorded on a stream of the first."""
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    now = {"device": first, 0: SimpleNamespace(device=first), 1: SimpleNamespace(device=second)}
+
+    def set_stream(stream):
+        now[stream.device.index] = stream
+
+    @contextlib.contextmanager
+    def on(device):
+        before, now["device"] = now["device"], torch.device(device)
+        yield
+        now["device"] = before
+
+    @contextlib.contextmanager
+    def capturing(graph, stream):
+        set_stream(stream)
+        yield  # what fails leaves the stream, as in torch
+        set_stream(usual)
+
+    usual = now[1]
+    stand_ins = {"set_stream": set_stream, "device": on, "graph": capturing}
+    stand_ins["CUDAGraph"] = lambda: SimpleNamespace(replay=None)
+    stand_ins["current_stream"] = lambda device=None: now[torch.device(device or now["device"]).index]
+    stand_ins["Stream"] = lambda device=None: SimpleNamespace(device=torch.device(device or now["device"]))
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    capture = training.Engine("auto", None, "cuda:1").graphs.capture
+
+    def step():
+        return now["device"], now[1] is usual
+
+    def fails():
+        raise RuntimeError("not while capturing")
+
+    assert capture(step)[1] == (second, False)
+    with pytest.raises(RuntimeError, match="not while"):
+        capture(fails)
+    assert now[1] is usual
+    graphs._beside.cache_clear()
+
+
+def test_the_oldest_places_are_forgotten(monkeypatch):
+    """APPLE's λ, a number that stands still, is another one in every round, and so is the place."""
+    monkeypatch.setattr("pflkit.graphs.PLACES", 3)
+    plain, fed = federation(sizes=(60, 60, 60)), federation(sizes=(60, 60, 60))
+    fed.groups[0].engine.graphs = kept = Watched()
+    want, got = end(plain, type(make("apple"))(L=1.0), 6), end(fed, type(make("apple"))(L=1.0), 6)
+    assert kept.replays and trees.unequal(want[0], got[0]) < 1e-12
+    assert all(len({place for place, _ in part}) <= 3 for part in (kept.held, kept.taken, kept.recorded))
+
+
 def test_places_tell_apart_what_a_recorded_step_has_in_it(monkeypatch):
     """Rates, numbers that stand still, pulls and batch sizes are part of a recorded step."""
     fed = federation()
@@ -157,7 +211,8 @@ def test_one_client_after_the_other_is_recorded_without_vmap(method, net, monkey
 
 
 def test_only_large_models_with_convolutions_train_alone_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (96 * 10**9, 10**12))
+    for name, given in (("mem_get_info", (56 * 10**9, 10**12)), ("memory_reserved", 50e9), ("memory_allocated", 10e9)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, given=given: given)  # 96 GB in all
     for name, numbers, most in (("cnn", 1_000_000, 1000), ("cnn", 10_000_000, 1), ("mlp", 10_000_000, 100)):
         engine = training.Engine("auto", models.build(name, (3, 32, 32), 10), "cpu", 20)
         assert engine.room(numbers) >= 2**31
@@ -216,16 +271,53 @@ def test_less_than_full_precision_needs_a_gpu(precision):
 def test_arithmetic_is_set_within_and_restored(precision, flag, dtype):
     kinds, x = (torch.backends.cuda.matmul, torch.backends.cudnn.conv), torch.randn(2, 2)
     before = [kind.fp32_precision for kind in kinds]
-    with pytest.raises(ZeroDivisionError), training.arithmetic(precision, torch.device("cpu")):
+    with pytest.raises(ZeroDivisionError), graphs.arithmetic(precision, torch.device("cpu")):
         assert [kind.fp32_precision for kind in kinds] == [flag] * 2
         assert (x @ x).element_size() * 8 == dtype
         raise ZeroDivisionError
     assert [kind.fp32_precision for kind in kinds] == before and (x @ x).dtype == torch.float32
 
 
+def test_a_trained_weight_is_rounded_to_bf16_anew_after_each_step():
+    w, x = torch.ones(1, 1, requires_grad=True), torch.ones(1, 1)
+    with graphs.arithmetic("bf16", torch.device("cpu")):
+        for want in (1.0, 2.0, 3.0):
+            assert float((x @ w).detach()) == want
+            w.data.add_(1)
+
+
+@pytest.mark.parametrize("engine", ["loop", "stacked"])
+@pytest.mark.parametrize("method", ["fedphp", "fd", "pfedhn", "dbe", "fedpac", "fedavg"])
+def test_bf16_is_the_clients_alone_and_no_tensor_that_is_kept_has_it(method, engine, monkeypatch):
+    """By autocast on the CPU: features, logits and losses are bfloat16, and the server's products are not."""
+    within, kind = graphs.arithmetic, type(make(method))
+
+    class Told(kind):
+        def download(self, server, ids):
+            assert not torch.is_autocast_enabled("cpu")
+            return super().download(server, ids)
+
+        def merge(self, *args):
+            assert not torch.is_autocast_enabled("cpu")
+            return super().merge(*args)
+
+        def local(self, *args):
+            assert torch.is_autocast_enabled("cpu")
+            return super().local(*args)
+
+    monkeypatch.setattr(federation_module, "arithmetic", lambda precision, device: within("bf16", device))
+    fed, method = federation(engine=engine, dtype=torch.float32), Told()
+    state = fed.start(method)
+    for _ in range(2):
+        result = fed.play(method, state, 2)
+        fed.deployed(method, state, 2)
+    assert all(np.isfinite(values).all() for values in result.log().values())
+    assert torch.bfloat16 not in {t.dtype for t in trees.leaves((state.server, state.kept, result.held))}
+
+
 @pytest.mark.parametrize("what", ["play", "deployed", "score"])
 def test_rounds_and_scores_have_full_precision_by_default(what, monkeypatch):
-    seen, within = [], training.arithmetic
+    seen, within = [], graphs.arithmetic
 
     def told(precision, device):
         seen.append(precision)

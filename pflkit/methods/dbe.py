@@ -92,7 +92,7 @@ def dbe_loss(model, params, batch, target, kappa, mu):
     loss = cross_entropy(model.classify(h, z + private["p"]), y)
     if kappa == 0:
         return loss
-    m, s = moving_mean(memory["m"].clone(), memory["s"], z.mean(0), mu)
+    m, s = moving_mean(memory["m"].clone(), memory["s"], z.mean(0, dtype=memory["m"].dtype), mu)
     memory["m"].copy_(m.detach()), memory["s"].copy_(s)
     apart = regularization(m, target)
     return loss + kappa * apart, {"apart": apart}

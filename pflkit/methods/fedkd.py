@@ -108,10 +108,13 @@ def rank(s, energy):
 
 
 def compress(matrix, energy):
-    """The factors (u_j, σ_j, v_j) [k, m + 1 + n] of a matrix [m, n] that hold this share of its energy."""
+    """The factors (u_j, σ_j, v_j) [k, m + 1 + n] of a matrix [m, n] that hold this share of its energy.
+
+    With the sign of u_j and v_j, which is nobody's but the library's, such that u_j's largest number is positive.
+    """
     U, s, V = torch.linalg.svd(matrix, full_matrices=False)
-    k = rank(s, energy)
-    return torch.cat([U.T, s[:, None], V], 1)[:k]
+    k, signs = rank(s, energy), U.gather(0, U.abs().argmax(0, keepdim=True)).sign().T
+    return torch.cat([signs * U.T, s[:, None], signs * V], 1)[:k]
 
 
 def restore(factors, m):

@@ -117,6 +117,19 @@ def test_a_kernel_is_one_matrix_and_never_grows(shape, inflated):
     assert trees.unequal(pack(moved, 0.95), pack(t, 0.95)) == 0
 
 
+def test_factors_have_the_same_signs_by_any_library(monkeypatch):
+    """A GPU's library may choose others than a CPU's."""
+    matrix, svd = torch.randn(5, 7, dtype=torch.float64), torch.linalg.svd
+    want, flip = compress(matrix, 0.9), torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
+
+    def flipped(matrix, full_matrices):
+        U, s, V = svd(matrix, full_matrices=full_matrices)
+        return U * flip, s, V * flip[:, None]
+
+    monkeypatch.setattr(torch.linalg, "svd", flipped)
+    assert torch.equal(compress(matrix, 0.9), want)
+
+
 def test_what_is_no_matrix_of_reals_travels_as_it_is():
     """Biases, of three classes too, which the released code takes for factors; scalars; counters, which stay integers;
     and zeros of them travel, while a matrix of zeros weighs nothing.
