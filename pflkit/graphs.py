@@ -64,7 +64,10 @@ class Graphs:
             self.recorded[key] = self.capture(step)
         except RuntimeError as error:
             self.works = False
-            reason = str(error).strip().partition("\n")[0]
+            cause = error.__context__ or error  # what ends a failed recording raises an error of its own
+            if isinstance(cause, torch.OutOfMemoryError):
+                self.recorded = {}  # for what they keep the step itself may lack
+            reason = str(cause).strip().partition("\n")[0]
             text = f"steps cannot be recorded as CUDA graphs, so they are launched one by one: {reason}"
             warnings.warn(text, stacklevel=2)
             return step()

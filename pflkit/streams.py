@@ -1,7 +1,7 @@
 """Named random streams: every draw of an experiment comes from its seed and the names of what is drawn.
 
-So a result depends neither on what ran before, nor on how many clients train at once, nor on the device, and the
-global random states of Python, numpy and torch are left alone.
+So a draw depends neither on what ran before, nor on how many clients train at once, nor on the device (but dropout's,
+which is drawn where it is used), and the global random states of Python, numpy and torch are left alone.
 """
 
 import threading

@@ -1,7 +1,7 @@
 """Every sampled client's own training: exact, one after the other (loop), several at once (threads), all (stacked).
 
 A client's steps are its own: its batches, its last short batch included, its momentum. So its result is the same to
-the bit whoever else trains, in whatever order, on one thread or many; stacked, the same but for rounding.
+the bit whoever else trains, in whatever order, on one thread or many; stacked, or on a GPU, the same but for rounding.
 """
 
 import contextlib
@@ -404,7 +404,8 @@ class Clients:
                 for total, g, moves in zip(trees.leaves(gradient), trees.leaves(found), descent.trained, strict=True):
                     if moves:
                         total[i] += g * (len(batch[1]) / self.n[i])
-            trees.put(after, [i], trees.tree_map(lambda t: t[None], own))
+            for whole, part in zip(trees.leaves(after), trees.leaves(own), strict=True):
+                whole[i] = part
 
         def two_samples():
             own, still = descent.of_client(0)

@@ -82,6 +82,24 @@ def test_what_cannot_be_recorded_is_launched_with_one_warning():
     assert trees.unequal(got[0], end(federation(), "fedah")[0]) == 0
 
 
+def test_without_memory_to_record_one_more_what_was_recorded_is_freed_and_the_true_reason_told():
+    def full(step):
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")  # as torch's capture_end does
+
+    graphs = Watched()
+    for _ in range(WARM + 1):
+        graphs("here", 2, dict)
+    assert graphs.recorded
+    graphs.capture = full
+    with pytest.warns(UserWarning, match="one by one: CUDA out of memory"):
+        for _ in range(WARM + 1):
+            assert graphs("there", 2, dict) == {}
+    assert not graphs.recorded
+
+
 def test_a_step_is_recorded_after_a_few_and_forgotten_when_its_place_grows():
     graphs, seen = Watched(), []
 
