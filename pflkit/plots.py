@@ -188,14 +188,24 @@ def pareto(table, cost, gain, ax=None):
         ax.scatter(best["x"], best["y"], s=40, color=COLOURS[0], linewidths=0, zorder=3, label="on the front")
         for name, at in best.iterrows():
             ax.annotate(name, at, (4, 5), textcoords="offset points", fontsize=9)
-        for name in table.index[~on]:
-            ax.annotate(
-                name, (x[name], table[gain][name]), (3, -8), textcoords="offset points", fontsize=6, color="0.45"
-            )
         ax.set(xscale="log", xlabel=cost, ylabel=gain)
         _few_log_ticks(ax.xaxis)
-        ax.legend(loc="lower right", fontsize=8)
+        ax.legend(loc="best", fontsize=8)
+        beaten = pd.DataFrame({"x": x[~on], "y": table[gain][~on]})
+        ax.figure.draw_without_rendering()  # lays it out, so that places on the page are known
+        for name, at, down in zip(beaten.index, beaten.to_numpy(), _spread(ax, beaten), strict=True):
+            ax.annotate(name, at, (4, down), textcoords="offset points", fontsize=6, color="0.45", va="center")
     return ax.figure
+
+
+def _spread(ax, points, width=36, height=7):
+    """How many points of type below its dot each label of this size stands, lest it cover one that begins near by."""
+    at, down, taken = ax.transData.transform(points) * 72 / ax.figure.dpi, np.zeros(len(points)), []
+    for i in np.argsort(-at[:, 1], kind="stable"):
+        lowest = min((y for x, y in taken if abs(x - at[i, 0]) < width), default=np.inf)
+        taken.append((at[i, 0], min(at[i, 1], lowest - height)))
+        down[i] = taken[-1][1] - at[i, 1]
+    return down
 
 
 def overview(table, titles):

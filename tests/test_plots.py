@@ -255,6 +255,15 @@ def test_pareto_names_everyone_and_joins_the_front():
     assert (ax.get_xscale(), ax.get_xlabel(), ax.get_ylabel()) == ("log", "MB", "%")
 
 
+def test_names_of_a_crowd_stand_below_each_other():
+    """Nine below the front that cost the same and gain nearly so, and one far off, which is named at its dot."""
+    crowd = pd.DataFrame({"MB": [1.0] * 10 + [30.0], "%": [50 + 0.1 * i for i in range(10)] + [40.0]})
+    ax = plots.pareto(pd.concat([crowd, TABLE]), "MB", "%").axes[0]
+    names = {int(text.get_text()): text for text in ax.texts if text.get_text().isdigit()}
+    heights = [ax.transData.transform(names[i].xy)[1] * 72 / ax.figure.dpi + names[i].xyann[1] for i in range(9)]
+    assert min(np.diff(heights)) > 6.99 and names[8].xyann[1] == names[10].xyann[1] == 0
+
+
 def test_an_overview_has_every_value_in_its_row_and_zeros_hollow_on_a_logarithm():
     left, right = plots.overview(TABLE, {"%": ("accuracy", "linear"), "MB": ("sent", "log")}).axes
     assert [label.get_text() for label in left.get_yticklabels()] == list(TABLE.index)
