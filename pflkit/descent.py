@@ -131,7 +131,8 @@ def one_by_one(d, each, dropout):
 
 
 def slope(model, loss, params, batch, *fixed):
-    """(∇loss at `params`, `params` with the batch-norm statistics of this pass), for steps of ONE client.
+    """(∇loss at `params`, `params` with the batch-norm statistics of this pass), for steps of ONE client, or of C
+    clients, where the loss is one for many: each loss depends on its own client's parameters alone.
 
     Both are trees like `params`; the gradient is 0 for buffers. Other than in `sgd`, the loss gives its value only.
     """
@@ -147,10 +148,10 @@ def value_and_slope(model, loss, params, batch, *fixed):
         # Cloned, for torch.func.grad forbids to change what it does not own.
         own = [next(moving) if learn else t.clone() for t, learn in zip(all_leaves, learns, strict=True)]
         given = loss(model, as_trained(trees.like(params, own)), batch, *fixed)
-        return given, own
+        return given.sum() if given.ndim else given, (given, own)
 
     moving = [t for t, learn in zip(all_leaves, learns, strict=True) if learn]
-    found, (given, own) = torch.func.grad_and_value(value, has_aux=True)(moving)
+    found, (_, (given, own)) = torch.func.grad_and_value(value, has_aux=True)(moving)
     found = iter(found)
     gradient = [next(found) if learn else torch.zeros_like(t) for t, learn in zip(all_leaves, learns, strict=True)]
     after = [t if learn else new for t, new, learn in zip(all_leaves, own, learns, strict=True)]

@@ -78,10 +78,12 @@ def cross_entropy(logits, y):
 
 
 def for_many(loss):
-    """Marks a loss of ONE client that gives the losses [C] of C clients, if all it gets has a client axis in front.
+    """Marks a loss of ONE client that gives the losses [C] of C clients, if all it gets has a client axis in front; or
+    a step that gives their states and losses.
 
-    So does one that is `cross_entropy`, above, of what a model's extract, classify and predict give, by trees that may
-    be mixed element by element. Stacked clients train on it without torch.vmap, which takes several times as long.
+    So does a loss that is `cross_entropy`, above, of what a model's extract, classify and predict give, by trees that
+    may be mixed element by element, and a step that mixes such trees and the slopes of such a loss. Stacked clients
+    train by it without torch.vmap, which takes several times as long.
     """
     loss.for_many = True
     return loss

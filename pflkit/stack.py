@@ -45,9 +45,9 @@ def all_at_once(d, known, graphs=None, single=False):
     torch.vmap and no comparison.
 
     Within an epoch the clients with most batches are on top, so that those still training are the first rows of the
-    stack. With a loss `for_many` a client's short last batch is filled up with samples that do not count; else all full
-    batches go first, then the short ones, those of one size together, so that nothing is masked or padded. Who has
-    finished is not touched.
+    stack. With a loss or step `for_many` a client's short last batch is filled up with samples that do not count; else
+    all full batches go first, then the short ones, those of one size together, so that nothing is masked or padded. Who
+    has finished is not touched.
     """
     stack, size, epochs = Stack(d, known, graphs, single), d.rule.batch_size, np.array(d.epochs)
     n, first = stack.n, np.cumsum(stack.n) - stack.n
@@ -91,8 +91,8 @@ def all_at_once(d, known, graphs=None, single=False):
 class Stack:
     """C clients' leaves `whole` [C, ...] and momentum, and their samples behind each other.
 
-    `nobody` is the number of a sample that does not count; `many`: whether the loss is one for many, and the model can
-    do with it. `sums`, by name, are of each client's values, over all `samples` [C].
+    `nobody` is the number of a sample that does not count; `many`: whether the loss or step is one for many, and the
+    model can do with it. `sums`, by name, are of each client's values, over all `samples` [C].
     """
 
     def __init__(self, d, known, graphs, single):
@@ -144,11 +144,15 @@ class Stack:
             t[at] = new
 
     def of_many(self, tree, x, y, fixed):
-        """Of all clients, by a loss for many, without torch.vmap: as `by_one`, which goes by a loss of one client."""
-        value, extras = value_and_extras(self.d.loss(self.d.model, tree, (x[:, 0], y[:, 0]), *fixed))
+        """Of all clients, by a loss or step for many, without torch.vmap: as `by_one`, which goes by one client's."""
+        d, batches, stepped = self.d, tuple(zip(x.unbind(1), y.unbind(1), strict=True)), ()
+        if d.step is None:
+            value, extras = value_and_extras(d.loss(d.model, tree, batches[0], *fixed))
+        else:
+            stepped, value, extras = step_of(d, tree, batches, fixed)
         if value.shape != y.shape[:1]:
-            raise NotImplementedError(f"a loss for many that gives {tuple(value.shape)}")
-        return {"loss": value, **extras}, []
+            raise NotImplementedError(f"losses for many that are {tuple(value.shape)}")
+        return {"loss": value, **extras}, [t.detach() for t in trees.leaves(stepped)]
 
     def _of_one(self, leaves, x, y, stills):
         """One client's loss and extras by name, and its leaves after a step that is not SGD."""
@@ -167,14 +171,14 @@ class Stack:
         return {name: value[None] for name, value in values.items()}, [t[None] for t in stepped]
 
     def _for_many(self):
-        """Whether the loss, and what of the model it calls, can do with many clients: asked of a single sample."""
-        if not getattr(self.d.loss, "for_many", False):
+        """Whether the loss or step, and what of the model it calls, can do with many clients: asked of a sample."""
+        if not getattr(self.d.step or self.d.loss, "for_many", False):
             return False
         first_of = functools.partial(trees.tree_map, lambda t: t[:1])
         try:
             with torch.no_grad():
-                one, fixed = first_of(self.d.params), self.d.still(first_of)
-                self.of_many(one, self.x[None, None, :1], self.y[None, None, :1], fixed)
+                x, y = (t[None, None, :1].repeat_interleave(self.d.draws, 1) for t in (self.x, self.y))
+                self.of_many(first_of(self.d.params), x, y, self.d.still(first_of))
         except NotImplementedError:
             return False
         return True

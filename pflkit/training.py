@@ -267,7 +267,7 @@ class Clients:
         what, features = descent.step or descent.loss, isinstance(self.data, _Later)
         train = np.flatnonzero(descent.epochs).tolist()
         kind = "stacked steps" if descent.step else "stacked"
-        if getattr(descent.loss, "for_many", False) and (self.model.many or (features and self.model.plain)):
+        if getattr(what, "for_many", False) and (self.model.many or (features and self.model.plain)):
             kind = "stacked for many"
         if features and self.engine.may_stack(kind, self.cohort):
             self.engine.each(lambda j: self.data[train[j]], self.n[train])

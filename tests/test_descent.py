@@ -15,7 +15,7 @@ from torch import nn
 
 from pflkit import data, models, partition, training, trees
 from pflkit.federation import Federation
-from pflkit.methods import METHODS, make
+from pflkit.methods import METHODS, make, perfedavg, pfedme
 from pflkit.methods.fedavg import model_loss
 from pflkit.methods.fedrep import extractor_loss, head_loss
 from pflkit.training import Clients, Engine, Training
@@ -777,6 +777,23 @@ def test_a_loss_for_many_needs_no_vmap_and_fills_up_short_batches(no_vmap, rule)
     both(mlp(), lambda c, p: c.sgd(counted, p, **rule), sizes=(61, 1, 7, 10))
     widths = [shape[0] for shape in calls if len(shape) == 2]
     assert max(widths) <= 4 and all(shape[1] == 10 for shape in calls if len(shape) == 2 and shape[0] > 1)
+
+
+@pytest.mark.parametrize(
+    "step, draws, numbers",
+    [
+        (pfedme.moreau_step, 1, (3, 0.02, 0.1, 5.0)),
+        (perfedavg.first_order, 2, (0.1, 0.1)),
+        (perfedavg.exact_step, 3, (0.1, 0.1)),
+    ],
+)
+@pytest.mark.parametrize("rule", [{}, {"drop_last": True}, {"epochs": [2, 0, 1, 3]}])
+def test_a_step_for_many_needs_no_vmap_and_fills_up_short_batches(no_vmap, step, draws, numbers, rule):
+    def train(c, params):
+        state = {"w": params, "theta": params} if step is pfedme.moreau_step else params
+        return c.steps(step, state, *numbers, draws=draws, **rule)
+
+    both(mlp(), train, sizes=(61, 1, 7, 10))
 
 
 def test_what_cannot_do_with_many_clients_goes_by_vmap(used):

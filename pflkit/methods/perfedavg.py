@@ -54,6 +54,7 @@ import numpy as np
 from pflkit.checks import choice, real
 from pflkit.descent import slope, value_and_slope
 from pflkit.methods.fedavg import FedAvg, model_loss
+from pflkit.models import for_many
 from pflkit.trees import add, average, leaves, tree_map
 
 
@@ -98,6 +99,7 @@ def adapted_slope(model, w, D, D1, alpha):
 # Steps of ONE client. D' is the first of the draws: so with α = 0 they are FedAvg's, on FedAvg's batches.
 
 
+@for_many
 def first_order(model, w, batches, alpha, beta):
     """w − β v."""
     D1, D = batches
@@ -106,13 +108,16 @@ def first_order(model, w, batches, alpha, beta):
 
 
 def hessian_free_step(model, w, batches, alpha, beta, delta):
-    """w − β (v − α ∇²f(w; D'') v), the product by differences."""
+    """w − β (v − α ∇²f(w; D'') v), the product by differences. Not `for_many`, which rounds otherwise: 1/δ times that
+    would be seen.
+    """
     D1, D, D2 = batches
     loss, v, statistics = adapted_slope(model, w, D, D1, alpha)
     product = hessian_free(lambda at: slope(model, model_loss, at, D2)[0], w, v, delta)
     return filled(add(w, add(v, product, -alpha), -beta), statistics), loss
 
 
+@for_many
 def exact_step(model, w, batches, alpha, beta):
     """w − β (v − α ∇²f(w; D'') v)."""
     D1, D, D2 = batches

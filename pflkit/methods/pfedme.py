@@ -48,6 +48,7 @@ from pflkit.checks import integer, real
 from pflkit.descent import value_and_slope
 from pflkit.messages import Shared
 from pflkit.methods.fedavg import model_loss
+from pflkit.models import for_many
 from pflkit.trees import average, leaves, lerp, like, named_leaves
 
 
@@ -69,6 +70,7 @@ def outer_step(w, theta, lr, lam):
     return w - lr * lam * (w - theta)
 
 
+@for_many
 def moreau_step(model, state, batches, inner_steps, s, lr, lam):
     """Step 3 for one mini-batch of ONE client; state: {"w": a model, "theta": a model}. The loss is θ's before it."""
     (batch,), w, theta, losses = batches, state["w"], state["theta"], []
