@@ -29,14 +29,17 @@ from pflkit.models import Model, Pair, as_trained, trained
 from pflkit.stack import all_at_once, in_turns
 from pflkit.streams import GLOBAL, rng, torch_seed
 
-# Narrower stacks, and those of more trained numbers a client, lost to a loop on a CPU. Steps that take gradients by
-# torch.func pay its price in a loop too, so for them it takes fewer clients; and losses for many do without torch.vmap.
+# What suits whom. Narrower stacks, and those of more trained numbers a client, lost to a loop on a CPU. Steps that take
+# gradients by torch.func pay its price in a loop too, so for them it takes fewer clients; and losses for many do
+# without torch.vmap.
 WIDTH = {"stacked": 8, "stacked steps": 4, "stacked for many": 3}
 NUMBERS = {"stacked": 20_000, "stacked steps": 20_000, "stacked for many": 100_000}
-LARGE = 200_000  # numbers of a model, from which threads gain by its steps even where they are no convolutions
 PIXELS = 256  # in an image, colours counted too, beyond which convolutions gained more by threads than stacked
-COPIES = 6  # of a client's trained numbers a stack holds at most; as much again is left for what its layers make
+LARGE = 200_000  # numbers of a model, beyond which threads gain by its steps even where they are no convolutions
 ALONE = 2_000_000  # trained numbers a client of a convolutional model, beyond which a GPU trains one at a time
+
+# How much at once.
+COPIES = 6  # of a client's trained numbers a stack holds at most; as much again is left for what its layers make
 ROWS = 100  # samples that a forward pass takes at once: the fastest size measured on a CPU; on a GPU 20 times as many
 
 
@@ -86,14 +89,15 @@ class Engine:
         self.wanted = choice("engine", name, ("auto", "loop", "threads", "stacked"))
         self.width, self.device = width, torch.device(device)
         self.on_cpu = self.device.type == "cpu"
-        self.convolutional = model is not None and model.convolutional
-        self.pixels = math.prod(model.shape) if model is not None else 0
-        heavy = self.convolutional or (model is not None and model.size() > LARGE)
+        self.convolutional, self.pixels, heavy, dropout = False, 0, False, False
+        if model is not None:
+            self.convolutional, self.pixels, dropout = model.convolutional, math.prod(model.shape), model.dropout
+            heavy = model.convolutional or model.size() > LARGE
         self.name = name if name in ("loop", "threads") else "threads" if heavy and self.on_cpu else "loop"
         self.known, self.refused = {}, set()  # (loss or step, model) that can be stacked, see all_at_once; that cannot
         self.graphs = None if self.on_cpu else Graphs(functools.partial(record, device=self.device))
         self.waits = not self.on_cpu  # until the round's training is done, before it looks at a phase's results
-        if model is not None and model.dropout:
+        if dropout:
             if name == "stacked":
                 warnings.warn(f"model={model.name!r}: has dropout, so its clients train in a loop", stacklevel=2)
             self.name = self.wanted = "loop"
@@ -130,7 +134,7 @@ class Engine:
         free, _ = torch.cuda.mem_get_info(self.device)
         # And what torch holds for the next tensors, which else would be less room the more ran before.
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return max(1, int(free // (2 * COPIES * 8 * max(numbers, 1))))
+        return max(1, int(free // (2 * COPIES * 8 * max(numbers, 1))))  # 8: the bytes of a float64
 
     def each(self, f, sizes):
         """f(i) for every client i, the largest `sizes[i]` first. The first exception of any client is raised."""
@@ -365,7 +369,7 @@ class Clients:
     def mean(self, loss, params, *fixed):
         """The mean of `loss`, one as for `sgd`, over each client's local samples, in evaluation mode: float64 [C]."""
         descent = self._descent(params, fixed, "mean", None, {}, loss=loss)
-        means, data = [0] * len(self.n), self.data
+        means = [0] * len(self.n)
 
         @torch.no_grad()
         def client(i):
@@ -377,7 +381,7 @@ class Clients:
         @torch.no_grad()
         def two_samples():
             own, still = descent.of_client(0)
-            loss(descent.model, own, _two(data), *still)
+            loss(descent.model, own, _two(descent.data), *still)
 
         self.engine.each(client, self.n)
         self._count(_kind("mean", descent), two_samples, self.n)
@@ -391,7 +395,6 @@ class Clients:
         """
         descent = self._descent(params, fixed, "gradient", None, {}, loss=loss)
         gradient, after, skipped = trees.full_like(params, 0), trees.clone(params), np.zeros(len(self.n))
-        data = self.data
 
         @torch.no_grad()
         def client(i):
@@ -409,7 +412,7 @@ class Clients:
 
         def two_samples():
             own, still = descent.of_client(0)
-            slope(descent.model, loss, own, _two(data), *still)
+            slope(descent.model, loss, own, _two(descent.data), *still)
 
         def in_context(i):
             with self._dropout(i, "gradient"):
@@ -472,6 +475,7 @@ class Clients:
     def flops(self):
         """The FLOPs [C] of all that was trained so far: each kind of step is measured once, on two samples."""
         flops = np.zeros(len(self.n))
+        # Copied before anything is measured, for that may extract features, of samples that nobody trained on.
         for work, shape, step, samples in [(*w, s.copy()) for *w, s in self._work if s.any()]:
             kind = work, shape()
             if kind not in self._flop_cache:
