@@ -112,23 +112,7 @@ class Federation:
             raise ValueError(f"partition={partition.name!r}: was made for other labels than those of {dataset.name!r}")
         models = tuple(model) if isinstance(model, list | tuple) else (model,)
         for m in models:
-            if not isinstance(m, Model):
-                raise ValueError(f"model={m!r}: must be a Model, as models.build and models.from_modules make")
-            if tuple(m.shape) != tuple(dataset.shape) or m.classes != dataset.num_classes:
-                raise ValueError(
-                    f"model={m.name!r}: takes {m.shape} and {m.classes} classes, but {dataset.name!r} has "
-                    f"{tuple(dataset.shape)} and {dataset.num_classes}"
-                )
-            ids, reals = dataset.x.dtype in (torch.int32, torch.int64), dataset.x.is_floating_point()
-            if not (reals if m.vocabulary is None else ids):
-                takes = "real numbers" if m.vocabulary is None else "ids (int32, int64)"
-                has = "ids" if ids else "real numbers" if reals else "other values"
-                raise ValueError(f"model={m.name!r}: takes {takes}, but {dataset.name!r} has {has} ({dataset.x.dtype})")
-            if m.vocabulary and not 0 <= int(dataset.x.min()) <= int(dataset.x.max()) < m.vocabulary:
-                ends = f"{int(dataset.x.min())} to {int(dataset.x.max())}"
-                raise ValueError(
-                    f"model={m.name!r}: takes ids from 0 to {m.vocabulary - 1}, but {dataset.name!r} has {ends}"
-                )
+            _check_model(m, dataset)
         if not 1 <= len(models) <= partition.num_clients:
             names = "+".join(m.name for m in models)
             raise ValueError(
@@ -146,19 +130,18 @@ class Federation:
         self.precision = choice("precision", precision, PRECISIONS)
         if precision != "full" and self.device.type != "cuda":
             raise ValueError(f"precision={precision!r}: must be 'full' on a device that is no GPU ({self.device.type})")
-        turns = [np.arange(g, partition.num_clients, len(models)) for g in range(len(models))]
         self.train, self.test = self._place(partition.train), self._place(partition.test)
         self.n = np.array([len(y) for _, y in self.train])
         self._seconds = {}
+        turns = [np.arange(g, partition.num_clients, len(models)) for g in range(len(models))]
         self.groups = [self._group(m, ids, engine) for m, ids in zip(models, turns, strict=True)]
 
     def _group(self, model, ids, engine):
         # How many clients train side by side, on average over the steps of the largest: the same in every round, so
         # that the engine is, and with it the rounding of a client's numbers.
         width = np.mean(self.join_ratio) * self.n[ids].sum() / self.n[ids].max()
-        return Group(
-            model, ids, self.n, self.device, self.dtype, Engine(engine, model, self.device, width), self.second
-        )
+        engine = Engine(engine, model, self.device, width)
+        return Group(model, ids, self.n, self.device, self.dtype, engine, self.second)
 
     def _place(self, parts):
         """Each client's (x, y) on the device: views of one tensor in which a client's rows lie side by side."""
@@ -357,6 +340,24 @@ def _begun(method, state, rounds):
     _check(method, "begin", server)
     _check_same(method, "begin", server, state.server, axes=0)
     return server
+
+
+def _check_model(model, dataset):
+    """Refuses what is no Model, and one that does not take samples, or give classes, as `dataset` has them."""
+    if not isinstance(model, Model):
+        raise ValueError(f"model={model!r}: must be a Model, as models.build and models.from_modules make")
+    name, x = f"model={model.name!r}", dataset.x
+    if tuple(model.shape) != tuple(dataset.shape) or model.classes != dataset.num_classes:
+        has = f"{tuple(dataset.shape)} and {dataset.num_classes}"
+        raise ValueError(f"{name}: takes {model.shape} and {model.classes} classes, but {dataset.name!r} has {has}")
+    ids, reals = x.dtype in (torch.int32, torch.int64), x.is_floating_point()
+    if not (reals if model.vocabulary is None else ids):
+        takes = "real numbers" if model.vocabulary is None else "ids (int32, int64)"
+        has = "ids" if ids else "real numbers" if reals else "other values"
+        raise ValueError(f"{name}: takes {takes}, but {dataset.name!r} has {has} ({x.dtype})")
+    if model.vocabulary and not 0 <= int(x.min()) <= int(x.max()) < model.vocabulary:
+        has = f"{int(x.min())} to {int(x.max())}"
+        raise ValueError(f"{name}: takes ids from 0 to {model.vocabulary - 1}, but {dataset.name!r} has {has}")
 
 
 def _check(method, part, tree, clients=None):
