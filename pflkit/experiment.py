@@ -5,7 +5,7 @@ import csv
 import json
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -92,14 +92,15 @@ def run(method, fed, rounds, *, eval_every=1, out=None, fresh=False, progress=0)
     config = describe(method, fed, rounds, eval_every)
     name, product = config["method"], checks.choice("product", getattr(method, "product", "after"), ("before", "after"))
     folder = Path(out) / f"{name}-{digest(config)}" if out is not None else None
+    saved = folder and folder / "state.safetensors"
     state = fed.start(method)
     labels = np.stack([np.bincount(y.cpu(), minlength=fed.dataset.num_classes) for _, y in fed.train])
     clients, watch, rows = [], [], []
-    if folder is not None and fresh:  # first, lest a repeat cut short be taken for the run that it replaces
-        (folder / "state.safetensors").unlink(missing_ok=True)
-    if folder is not None and (folder / "state.safetensors").exists():
+    if saved and fresh:  # first, lest a repeat cut short be taken for the run that it replaces
+        saved.unlink(missing_ok=True)
+    if saved and saved.exists():
         rows, clients, watch = _load(folder, state, rounds)
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime((folder / "state.safetensors").stat().st_mtime))
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(saved.stat().st_mtime))
         if progress:
             print(f"{name}: {state.round} of {rounds} rounds read from {folder.name}, computed {when}", flush=True)
         if rows and rows[-1]["round"] > rounds:
@@ -170,27 +171,26 @@ def experiment(
     for name in (model or "mlp").split("+"):
         checks.choice("model", name, models.MODELS)
     checks.choice("partition", partition, partitions.SCHEMES)
-    step = {"momentum": momentum, "weight_decay": weight_decay, "clip": clip}
-    training.Training(lr=0.01 if lr is None else lr, batch_size=batch_size, epochs=epochs, **step)
+    # Without a rate, the model's own comes below.
+    rule = training.Training(0.01 if lr is None else lr, batch_size, epochs, momentum, weight_decay, clip)
     training.Engine(engine)
     checks.choice("precision", precision, graphs.PRECISIONS)
     integer("rounds", rounds, 1)
     integer("seed", seed, 0)
     if samples is not None:
         integer("samples", samples, 1)
-    given = {key: value for key, value in (("length", length), ("ngrams", ngrams)) if value is not None}
-    loaded = data.load(dataset, root=data_root, **given)
+    loaded = data.load(dataset, root=data_root, **_given(length=length, ngrams=ngrams))
     if samples is not None:
         loaded = loaded.some(samples, seed)
     names = (model or DEFAULT_MODEL.get(dataset) or ("cnn" if _fits_cnn(loaded.shape) else "mlp")).split("+")
     about = loaded.shape, loaded.num_classes
     nets = [models.build(name, *about, vocabulary=loaded.vocabulary, seed=seed) for name in names]
-    if lr is None and len({LR[name] for name in names}) > 1:
-        raise ValueError(f"lr=None: must be given, for {model} have different rates by default")
-    given = {"beta": beta, "classes": classes, "grouped": grouped}
-    given = {key: value for key, value in given.items() if value is not None}
-    split = partitions.make(partition, loaded.y, clients, seed=seed, **given)
-    rule = training.Training(lr=LR[names[0]] if lr is None else lr, batch_size=batch_size, epochs=epochs, **step)
+    if lr is None:
+        if len({LR[name] for name in names}) > 1:
+            raise ValueError(f"lr=None: must be given, for {model} have different rates by default")
+        rule = replace(rule, lr=LR[names[0]])
+    of_split = _given(beta=beta, classes=classes, grouped=grouped)
+    split = partitions.make(partition, loaded.y, clients, seed=seed, **of_split)
     fed = federation.Federation(
         loaded,
         split,
@@ -203,6 +203,10 @@ def experiment(
         precision=precision,
     )
     return run(chosen, fed, rounds, **options)
+
+
+def _given(**values):
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _fits_cnn(shape):
