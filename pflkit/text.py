@@ -51,16 +51,16 @@ def ag_news(folder, download=True, length=200, ngrams=1):
     if missing:
         _fetch(folder, missing, download)
         found |= {name: [*read(folder / name)] for name in missing}
+    for name, official in ROWS.items():
+        if (here := len(found[name])) != official:
+            print(f"{folder / name} holds {here:,} rows, the official file {official:,}", flush=True)
     train, test = (found[name] for name in ROWS)
-    for name, rows in zip(ROWS, (train, test), strict=True):
-        if len(rows) != ROWS[name]:
-            print(f"{folder / name} holds {len(rows):,} rows, the official file {ROWS[name]:,}", flush=True)
     numbers = vocabulary(tokens(text) for _, text in train)
     rows = train + test
     x = np.zeros((len(rows), length), np.int64)
     for row, (_, text) in zip(x, rows, strict=True):
-        found = [numbers.get(token, 0) for token in islice(tokens(text), length)]
-        row[: len(found)] = found
+        ids = [numbers.get(token, 0) for token in islice(tokens(text), length)]
+        row[: len(ids)] = ids
     y = np.array([label for label, _ in rows], np.int64)
     return torch.from_numpy(x), y, CLASSES, len(numbers) + 1
 

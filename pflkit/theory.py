@@ -51,10 +51,10 @@ def _of_clients(clients, start, end):
     moved = _norms(clients.model, trees.add(end, start, -1.0))
     turned = _norms(clients.model, trees.add(slopes[1], slopes[0], -1.0))
     L = np.divide(turned, moved, out=np.full(len(moved), np.nan), where=moved > 0)
-    each = enumerate(zip(clients.ids, losses[0] - losses[1], L, _norms(clients.model, slopes[0]) ** 2, strict=True))
-    for i, (client, fall, least, size) in each:
-        own, size_of = trees.row(start, i), clients.training.batch_size
-        yield int(client), fall, least, scatter(clients.model, own, clients.data[i], size_of), size
+    falls, gradients2 = losses[0] - losses[1], _norms(clients.model, slopes[0]) ** 2
+    for i, client in enumerate(clients.ids):
+        sigma2 = scatter(clients.model, trees.row(start, i), clients.data[i], clients.training.batch_size)
+        yield int(client), falls[i], L[i], sigma2, gradients2[i]
 
 
 def _norms(model, tree):
