@@ -30,6 +30,7 @@ from pflkit.claims.comparisons import (
 )
 from pflkit.claims.scale import NUMBERS, Claim, Paper
 from pflkit.methods.fedgh import FedGH
+from pflkit.protocols import MIXED
 from pflkit.training import Training
 
 TALKING = ("fedgh", "fedproto", "lgfedavg", "fd", "fml", "fedkd")  # all of them can do with different models
@@ -66,7 +67,6 @@ def _fedgh(name, model, scheme):
 
 
 FEDGH = Paper(_fedgh)
-MIXED = "+".join(f"cnn-{i}" for i in range(1, 6))
 SAME = tuple((name, "cnn-1") for name in ("cifar10", "cifar100"))
 DIFFERENT = tuple((name, MIXED) for name in ("cifar10", "cifar100"))
 CIFAR = (*SAME, *DIFFERENT)
