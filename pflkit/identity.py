@@ -95,9 +95,8 @@ def _plain(value):
         return f"{getattr(value, '__module__', None)}.{value.__qualname__}"
     try:
         return [type(value).__qualname__, hashlib.sha256(pickle.dumps(value)).hexdigest()]
-    except (
-        Exception
-    ):  # whatever cannot be pickled: a value that never comes again, so that no saved run is taken for it
+    except Exception:
+        # Whatever cannot be pickled: a value that never comes again, so that no saved run is taken for it.
         return [type(value).__qualname__, uuid.uuid4().hex]
 
 

@@ -71,7 +71,6 @@ def arrived(message, axes=("C", "K")):
 
 def split(message, at):
     """The message [C, ...] of the clients at the ascending positions `at`; what was shared stays stored once."""
-
     return trees.tree_map(lambda t: t if len(t) == len(at) else trees.pick(t, at), message)
 
 

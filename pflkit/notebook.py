@@ -64,7 +64,8 @@ def settle(namespace, **parameters):
     parameters = COMMON | parameters
     literal = (bool, int, float, str, list, dict, tuple, type(None))
     public = {k for k, v in namespace.items() if not k.startswith("_") and k not in IPYTHON and isinstance(v, literal)}
-    for name in sorted(public - set(parameters)) if "_settled" not in namespace else ():
+    if "_settled" not in namespace and (strange := public - parameters.keys()):
+        name = min(strange)
         raise ValueError(f"{name}={namespace.pop(name)!r}: {unknown(name, parameters)}")
     profile = COMMON["profile"].check("profile", namespace.get("profile"))
     for name, parameter in parameters.items():

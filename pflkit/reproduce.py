@@ -122,14 +122,7 @@ class _Say(logging.Handler):
 
     def emit(self, record):
         text = record.getMessage().rstrip()
-        own = (
-            "Executing ",
-            "Ending ",
-            "Input Notebook",
-            "Output Notebook",
-            "<IPython",
-            "<Figure",
-        )
+        own = ("Executing ", "Ending ", "Input Notebook", "Output Notebook", "<IPython", "<Figure")
         if text and not text.startswith(own):
             self.say("\n".join(f"   {line}" for line in text.splitlines()))
 

@@ -25,9 +25,8 @@ def sweep(experiments, *, out="runs", jobs=-1, progress=True):
     """Runs `experiments`, dicts of arguments for `experiment`, each in a process of its own with one thread.
 
     Returns a DataFrame with a row for each, in order: its arguments, the method's `settings` a column each, and
-    History.summary()'s numbers. `jobs` is the
-    number of processes (-1: all cores). Raises RuntimeError after the others have finished where some failed, with
-    the arguments and traceback of each.
+    History.summary()'s numbers. `jobs` is the number of processes (-1: all cores). Raises RuntimeError after the others
+    have finished where some failed, with the arguments and traceback of each.
     """
     experiments = list(experiments)
     rows, failures = [None] * len(experiments), []
