@@ -9,11 +9,16 @@ import pandas as pd
 from pflkit.checks import integer, real
 
 
+def played(history):
+    """History.rounds by round, without the closing row, in which nothing is sent or spent."""
+    return history.rounds.dropna(subset="joined").set_index("round")
+
+
 def per_round(history):
     """Bytes down and up per sampled client, and FLOPs of all of them, training only: means over rounds. `seconds` of
     the same training is the median round's: a process's first one also loads libraries and warms memory.
     """
-    rounds = history.rounds.dropna(subset="joined")
+    rounds = played(history)
     return pd.Series(
         {
             "bytes down / client": rounds["bytes_down"].sum() / rounds["joined"].sum(),
@@ -41,7 +46,7 @@ def to_convergence(history, patience=100, point=None):
     """
     if (rounds := rounds_to_convergence(history, patience, point)) is None:
         return None
-    spent = history.rounds.dropna(subset="joined").set_index("round").loc[:rounds]
+    spent = played(history).loc[:rounds]
     sent = spent[["bytes_down", "bytes_up"]].to_numpy().sum()
     return pd.Series({"rounds": rounds, "bytes": sent, "seconds": spent["seconds"].sum()})
 
@@ -58,5 +63,4 @@ def bytes_to_target(history, target, point=None):
     """Bytes, down and up together, until the mean accuracy first reaches `target` (0 to 1); None if it never does."""
     if (last := rounds_to_target(history, target, point)) is None:
         return None
-    rounds = history.rounds.dropna(subset="joined").set_index("round")
-    return int(rounds.loc[:last, ["bytes_down", "bytes_up"]].to_numpy().sum())
+    return int(played(history).loc[:last, ["bytes_down", "bytes_up"]].to_numpy().sum())

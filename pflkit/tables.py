@@ -158,7 +158,7 @@ def against_bytes(runs, point=None):
     parts = []
     for name, histories in lists(runs).items():
         for seed, history in enumerate(histories):
-            sent = history.rounds.dropna(subset="joined").set_index("round")[["bytes_down", "bytes_up"]].sum(axis=1)
+            sent = costs.played(history)[["bytes_down", "bytes_up"]].sum(axis=1)
             curve = _curve(name, history, point)
             so_far = sent.cumsum().reindex(curve["rounds"], fill_value=0).astype("int64").to_numpy()
             parts.append(curve.assign(method=name, seed=seed, bytes=so_far))
