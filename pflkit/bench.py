@@ -13,6 +13,8 @@ import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -189,6 +191,13 @@ DATA = {
 }
 
 
+def begin(dataset, split, model, training, method, engine, scored=False):
+    """A run on the CPU: Plain, or Ours by one of our engines."""
+    own = "loop" if engine == "plain" else engine
+    fed = Federation(dataset, split, model, training=training, engine=own, device="cpu")
+    return (Plain if engine == "plain" else Ours)(method, fed, scored)
+
+
 @dataclass(frozen=True)
 class Case:
     """A comparison: `methods` on DATA among `clients`, Dirichlet(0.1), by `engines`, without and with evaluation."""
@@ -206,14 +215,7 @@ class Case:
         dataset = DATA[self.data]()
         split = partition.dirichlet(dataset.y, self.clients, beta=0.1, seed=0)
         model = models.build(self.model, dataset.shape, dataset.num_classes, vocabulary=dataset.vocabulary)
-        rule = {"training": Training(lr=self.lr), "device": "cpu"}
-
-        def run(method, engine, scored=False):
-            if engine == "plain":
-                return Plain(method, Federation(dataset, split, model, engine="loop", **rule), scored)
-            return Ours(method, Federation(dataset, split, model, engine=engine, **rule), scored)
-
-        return run
+        return partial(begin, dataset, split, model, Training(lr=self.lr))
 
 
 def cases(full):
@@ -296,8 +298,8 @@ def bench(full=False, out=None, say=print):
     say("method     model      clients         engine              median quickest ratio speedup difference")
     for case in cases(full):
         run = case.runs()
-        for method in case.methods:
-            for row in (row for scored in case.scored for row in compare(case, run, method, scored)):
+        for method, scored in product(case.methods, case.scored):
+            for row in compare(case, run, method, scored):
                 rows.append(row)
                 say(
                     f"{method:<10} {case.model:<10} {case.clients:>7} {'+ eval' * row['evaluation']:<7} "
@@ -346,15 +348,10 @@ def scaling(grow=None, engines=("plain", "loop", "stacked"), rounds=3):
             dataset = noise(now["samples"], 1, 8, 8)
             split = partition.iid(dataset.y, now["clients"])
             model = wide(now["hidden units"], dataset.shape, 10)
-            about = {"training": Training(lr=0.01, batch_size=now["batch size"]), "device": "cpu"}
-            runs = {}
+            rule, runs = Training(lr=0.01, batch_size=now["batch size"]), {}
             for engine in engines:
-                if engine == "plain":
-                    fed = Federation(dataset, split, model, engine="loop", **about)
-                    runs[engine] = 1, Plain("fedavg", fed).play
-                else:
-                    fed = Federation(dataset, split, model, engine=engine, **about)
-                    runs[engine] = torch.get_num_threads(), Ours("fedavg", fed).play
+                threads = 1 if engine == "plain" else torch.get_num_threads()
+                runs[engine] = threads, begin(dataset, split, model, rule, "fedavg", engine).play
             for engine, seconds in timed(runs, rounds).items():
                 row = {"grows": what, "value": value, "engine": engine}
                 rows.append(row | {"seconds": float(np.median(seconds)), "quickest": min(seconds)})
