@@ -72,10 +72,10 @@ def bubbles(partition, ax=None):
         _whole_ticks(ax.yaxis, classes)
         unit = _disc_area(ax, clients, classes) / counts.max()  # square points for one sample
         client, label = np.nonzero(counts)
-        look = {"color": COLOURS[0], "alpha": 0.85, "linewidths": 0}
-        ax.scatter(client, label, np.maximum(unit * counts[client, label], 2), **look)  # one sample is still seen
+        discs = {"color": COLOURS[0], "alpha": 0.85, "linewidths": 0}
+        ax.scatter(client, label, np.maximum(unit * counts[client, label], 2), **discs)  # one sample is still seen
         for count in _round_counts(counts.max()):
-            ax.scatter([], [], max(unit * count, 2), label=f"{count:,}", **look)
+            ax.scatter([], [], max(unit * count, 2), label=f"{count:,}", **discs)
         ax.legend(title="samples", loc="center left", bbox_to_anchor=(1, 0.5), labelspacing=0.9)
     return ax.figure
 
@@ -484,8 +484,7 @@ def engines(table, title):
             ax.tick_params(axis="x", labelsize=8)
         for ax in axs.flat[len(groups) :]:
             ax.set_axis_off()
-        kinds = [kind for kind in ENGINES if kind in set(table["kind"])]
-        for kind in kinds:  # for the legend of all
+        for kind in [kind for kind in ENGINES if kind in set(table["kind"])]:  # for the legend of all
             ring = {"facecolor": "none", "s": 90} if kind == "auto" else {"s": 28, "linewidths": 0}
             axs[0, 0].scatter([], [], label=kind, **ENGINES[kind], **ring)
         figure.legend(loc="outside right upper", fontsize=9)
