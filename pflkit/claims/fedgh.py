@@ -27,6 +27,7 @@ from pflkit.claims.comparisons import (
     first,
     gaps,
     joined,
+    lost,
 )
 from pflkit.claims.scale import NUMBERS, Claim, Paper
 from pflkit.methods.fedgh import FedGH
@@ -154,8 +155,7 @@ def _unlike(runs):
     if why := scale.unsettled([h for name, group in runs.items() if name != "fml" for h in group]):
         return [*found, Unchecked("FML does not converge", f"of the others {why[0]}")]
     ended = [costs.rounds_to_convergence(h, scale.PATIENCE) is not None for h in runs["fml"]]
-    curves = [h.curve() for h in runs["fml"]]
-    kept = [end and 100 * (c.max() - c.iloc[-1]) <= MARGIN for end, c in zip(ended, curves, strict=True)]
+    kept = [end and points <= MARGIN for end, points in zip(ended, lost("fml", runs), strict=True)]
     holds = True if not any(ended) else False if all(kept) else None
     low, high, share = float(all(ended)), float(any(ended)), sum(ended) / len(ended)
     what = "fml: runs that the stopping rule has ended"

@@ -11,7 +11,7 @@ from pflkit.claims import CLAIMS, Verdict, check
 from pflkit.claims import numbers as numbers_of
 from pflkit.claims import table as table_of
 from pflkit.claims.comparisons import DESIGN, fixed, settings_of
-from pflkit.claims.scale import departures, values_of, varied
+from pflkit.claims.scale import config_of, departures, values_of, varied
 
 VARIED = ("partition", "beta", "classes", "clients", "join_ratio", "epochs")  # what the papers' tables vary
 
@@ -93,7 +93,7 @@ def lines(found):
 
 def _own(claim, group, sets):
     """Whether one of the group's sets is of the claim's own design."""
-    configs = [_config(claim, sets[name]) for name in group]
+    configs = [config_of(claim, sets[name]) for name in group]
     return any(values_of(c)["dataset"] in claim.settings and not departures(claim, c).keys() & VARIED for c in configs)
 
 
@@ -133,11 +133,7 @@ def _groups(claim, sets):
     """Lists of sets that differ in what the claim varies and nothing else, two values of it at least."""
     alike = {}
     for name, runs in sets.items():
-        config, value = _config(claim, runs), varied(claim, runs)
+        config, value = config_of(claim, runs), varied(claim, runs)
         settings = settings_of(config, claim.varies) if claim.varies[0] in settings_of(config) else {}
         alike.setdefault(json.dumps([fixed(config, claim.varies), settings], sort_keys=True), {})[name] = value
     return [list(group) for group in alike.values() if len(set(group.values())) > 1]
-
-
-def _config(claim, runs):
-    return next(runs[method][0].config for method in claim.methods if runs.get(method))

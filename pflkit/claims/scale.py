@@ -107,9 +107,14 @@ def scenario(config):
     return f"{config['dataset']['name']}, {config['model']['name']}, {kind}"
 
 
+def config_of(claim, runs):
+    """The configuration of a set {method: [History]}, of its first run of the claim's; None without one."""
+    return next((runs[name][0].config for name in claim.methods if runs.get(name)), None)
+
+
 def varied(claim, runs):
     """The value of what the claim varies, in a set {method: [History]}; None without one."""
-    config = next((runs[name][0].config for name in claim.methods if runs.get(name)), None)
+    config = config_of(claim, runs)
     return config and values_of(config).get(claim.varies[0])
 
 
