@@ -17,10 +17,23 @@ from dataclasses import asdict, is_dataclass
 
 import torch
 
-from pflkit import checks, data, descent, federation, messages, models, partition, streams, training, trees
+from pflkit import (
+    checks,
+    data,
+    descent,
+    federation,
+    graphs,
+    messages,
+    models,
+    partition,
+    stack,
+    streams,
+    training,
+    trees,
+)
 from pflkit.methods import METHODS
 
-PACKAGE = (trees, checks, streams, data, partition, models, messages, descent, training, federation)
+PACKAGE = (trees, checks, streams, data, partition, models, messages, descent, stack, graphs, training, federation)
 INNER = {name for name in vars(torch.nn.Module()) if not name.endswith("hooks")}  # torch's own, in every module
 PLAIN = bool | int | float | str | tuple | None
 

@@ -1,6 +1,8 @@
 """What names a run: any change of code, settings or data that could change its result, and nothing else."""
 
 import functools
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pflkit import data, models, partition
+from pflkit import data, identity, models, partition
 from pflkit.experiment import run
 from pflkit.federation import Federation
 from pflkit.identity import describe, digest
@@ -142,6 +144,12 @@ def test_code_and_attributes_of_every_model_count():
         names.add(digest(describe(make("local"), federation([models.build("mlp", (2,), 2), own]), 2)))
     codes = {describe(make("local"), fed, 2)["code"] for fed in (mixed("mlp", "mlp-1"), federation([own, own]))}
     assert len(names) == len(codes) == 2
+
+
+def test_all_the_code_that_a_federation_runs_counts():
+    code = "import sys, pflkit.federation; print(*(name for name in sys.modules if name.startswith('pflkit.')))"
+    names = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    assert set(names) <= {module.__name__ for module in identity.PACKAGE}
 
 
 def test_engines_of_all_models_are_named():
