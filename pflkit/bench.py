@@ -258,27 +258,26 @@ def timed(runs, rounds=ROUNDS, enough=float("inf")):
 
 def compare(case, run, method, scored):
     """Rows of one comparison: the plain loop where there is one, at its best number of threads, and our engines."""
-    cores, plain = torch.get_num_threads(), []
+    cores, plain = torch.get_num_threads(), ""
     runs = {engine: (cores, run(method, engine, scored)) for engine in case.engines}
     if hasattr(Plain, method):
-        threads = [t for t in (1, 2, 4, 8, 16, 32, 64, 128) if t < cores] + [cores]
         trials = {}
-        for t in threads:
+        for t in [t for t in (1, 2, 4, 8, 16, 32, 64, 128) if t < cores] + [cores]:
             trials[t] = min(timed({t: (t, run(method, "plain", scored).play)}, rounds=1)[t])
             if trials[t] > min(trials.values()):
                 break  # more threads only wait more
-        best = min(trials, key=trials.get)
-        plain = [f"plain (threads: {best})"]
-        runs = {plain[0]: (best, run(method, "plain", scored)), **runs}
+        threads = min(trials, key=trials.get)
+        plain = f"plain (threads: {threads})"
+        runs = {plain: (threads, run(method, "plain", scored)), **runs}
     seconds = timed({name: (threads, one.play) for name, (threads, one) in runs.items()}, ROUNDS, ENOUGH)
     best = {engine: min(times) for engine, times in seconds.items()}
     for engine in runs:
-        of = "held" if engine in plain else "everything"
+        of = "held" if engine == plain else "everything"
         yield {
             **{"method": method, "model": case.model, "data": case.data, "clients": case.clients},
             **{"evaluation": scored, "engine": engine},
             **{"seconds": float(np.median(seconds[engine])), "quickest": best[engine]},
-            **{"ratio": best[engine] / best["loop"], "speedup": best[plain[0]] / best[engine] if plain else None},
+            **{"ratio": best[engine] / best["loop"], "speedup": best[plain] / best[engine] if plain else None},
             "difference": trees.unequal(getattr(runs[engine][1], of), getattr(runs["loop"][1], of)),
         }
 
