@@ -59,7 +59,7 @@ def main(context, profile, only, pairs, blocks, write):
             if not isinstance(loaded, dict) or not all(isinstance(name, str) for name in loaded):
                 raise ValueError(f"-y {block!r}: must be a mapping of names to values")
             parameters |= loaded
-        failed = reproduce(profile, only, parameters, write, say=lambda line: click.echo(line))
+        failed = reproduce(profile, only, parameters, write, say=click.echo)
     except (ValueError, OSError) as error:
         refuse(error)
     sys.exit(1 if failed else 0)

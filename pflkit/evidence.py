@@ -49,10 +49,10 @@ def collect(sets, folder=FOLDER, *, jobs=-1, data_root=None, say=print):
         )
         for count, (name, arguments, history, error) in enumerate(work, 1):
             if error:
-                failed += 1
+                failed, verdict = failed + 1, f"failed\n{error}"
             else:
                 record(folder / name, arguments, history)
-            verdict = f"failed\n{error}" if error else f"accuracy={history.summary()['accuracy']:.4f}"
+                verdict = f"accuracy={history.summary()['accuracy']:.4f}"
             say(f"{count}/{len(todo)}  {name}  {label(arguments)}  seed={arguments.get('seed', 0)}  {verdict}")
     return failed
 
