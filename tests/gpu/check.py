@@ -137,6 +137,7 @@ def timed(device):
 
 if __name__ == "__main__":
     out, device = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "cuda"
+    out.mkdir(parents=True, exist_ok=True)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     about, bad = {"device": name, "torch": torch.__version__}, []
     warnings.simplefilter("always")  # a step that could not be recorded says so
