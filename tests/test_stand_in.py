@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from stand_in import CaptureError, Device
+from torch import nn
 
 from pflkit import data, models, partition, training, trees
 from pflkit.federation import Federation
@@ -27,7 +28,8 @@ def gpu(monkeypatch):
     """The stand-in, and what pflkit asks of torch.cuda; `with gpu:` it can be used."""
     device = Device()
     monkeypatch.setattr(training, "record", device.record)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**11, 10**11))
+    for name, given in (("mem_get_info", (10**11, 10**11)), ("memory_reserved", 0), ("memory_allocated", 0)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, given=given: given)
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())
     return device
 
@@ -37,12 +39,19 @@ def digits():
     return data.load("digits").some(120, 0)
 
 
-def federation(digits, names, device, clients=4, **options):
-    """On the CPU a loop; on the device stacked."""
+def build(name):
+    if name != "normed":
+        return models.build(name, (1, 8, 8), 10)
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.AvgPool2d(3), nn.Flatten())
+    return models.from_modules(body, nn.Linear(12, 10), (1, 8, 8), 10)
+
+
+def federation(digits, names, device, engine="stacked", clients=4, **options):
     split = partition.dirichlet(digits.y, clients, beta=0.1)
-    nets = [models.build(name, digits.shape, 10) for name in names.split("+")]
+    nets = [build(name) for name in names.split("+")]
     rule = Training(**({"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3, "clip": 1.0, "batch_size": 5} | options))
-    about = {"device": device, "dtype": torch.float64, "engine": "loop" if device == "cpu" else "stacked"}
+    about = {"device": device, "dtype": torch.float64, "engine": engine}
     return Federation(digits, split, nets, training=rule, join_ratio=0.75, **about)
 
 
@@ -52,21 +61,22 @@ def end(fed, method, rounds=3):
     for _ in range(rounds):
         result = fed.play(method, state, rounds)
         told += [fed.score(fed.kinds(result.held)[""], result.ids), list(result.log().values())]
-    models = fed.kinds(fed.deployed(method, state, rounds))
-    told += [fed.score(held, np.arange(fed.num_clients)) for held in models.values()]
+    for held in fed.kinds(fed.deployed(method, state, rounds)).values():
+        told.append(fed.score(held, np.arange(fed.num_clients)))
     if hasattr(method, "watch"):
         told += [[t.cpu() for t in trees.leaves(method.watch(state.server, kept))] for kept in fed.parts(state.kept)]
     return trees.tree_map(torch.Tensor.cpu, (state.server, state.kept)), [x for values in told for x in values]
 
 
-def check(gpu, digits, method, names):
-    want, told = end(federation(digits, names, "cpu"), make(method))
+def check(gpu, digits, method, names, engine="stacked"):
+    """As the CPU's loop; and whether steps were replayed."""
+    want, told = end(federation(digits, names, "cpu", "loop"), make(method))
     with gpu:
-        got, told_there = end(federation(digits, names, "meta"), make(method))
+        got, told_there = end(federation(digits, names, "meta", engine), make(method))
     assert trees.unequal(want, got) < 1e-10
     for a, b in zip(told, told_there, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-10)
-    assert bool(gpu.replays) == (method not in NOT_RECORDED)
+    assert bool(gpu.replays) == (engine == "stacked" and method not in NOT_RECORDED)
 
 
 # The stand-in
@@ -189,11 +199,21 @@ def test_methods_train_as_on_a_cpu(gpu, digits, method):
     check(gpu, digits, method, "mlp")
 
 
-@pytest.mark.parametrize("method", ["fedavg", "perfedavg", "ditto", "fedala", "fedah", "fedgh", "fedapa", "fedpac"])
-def test_methods_train_one_client_after_the_other(gpu, digits, method, monkeypatch):
+ALONE = ["fedavg", "perfedavg", "ditto", "fedala", "fedah", "fedgh", "fedapa", "fedpac"]
+
+
+@pytest.mark.parametrize(
+    ("names", "method"), [("cnn-small", name) for name in ALONE] + [("normed", name) for name in ALONE[:3]]
+)
+def test_methods_train_one_client_after_the_other(gpu, digits, names, method, monkeypatch):
     """As a GPU does with large models with convolutions."""
     monkeypatch.setattr(training, "ALONE", 0)
-    check(gpu, digits, method, "cnn-small")
+    check(gpu, digits, method, names)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "perfedavg", "fedah", "fedkd"])
+def test_methods_train_in_a_loop_on_the_device(gpu, digits, method):
+    check(gpu, digits, method, "mlp", "loop")
 
 
 @pytest.mark.parametrize("method", HETEROGENEOUS)
@@ -206,7 +226,7 @@ def test_a_round_waits_a_few_times_whatever_its_steps_and_clients(gpu, digits, m
     """For each phase's losses and whether all is finite, and for the server's new model to be."""
 
     def waits(epochs, clients):
-        fed, one = federation(digits, "mlp", "meta", clients, epochs=epochs), make(method)
+        fed, one = federation(digits, "mlp", "meta", clients=clients, epochs=epochs), make(method)
         state = fed.start(one)
         fed.play(one, state, 2)  # in which stacked losses are compared with those of each client
         gpu.waits.clear()
