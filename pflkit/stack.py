@@ -181,7 +181,7 @@ class Stack:
             return False
         own = [torch.stack([t[0], 0.9 * t[0] if t.is_floating_point() else t[0]]) for t in self.whole]
         stills = [[torch.stack([t[0], t[0]]) for t in trees.leaves(f)] for f in self.fixed]
-        at = torch.tensor([[[0, 0]], [[0, self.nobody]]], device=self.y.device).expand(2, d.draws, 2)
+        at = trees.on(self.y.device, np.array([[[0, 0]], [[0, self.nobody]]]).repeat(d.draws, 1))
         x, y, parts = self.x[at], self.y[at], iter(stills)
         with torch.no_grad(), arithmetic("full", self.y.device):
             try:
