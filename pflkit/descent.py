@@ -148,7 +148,9 @@ def value_and_slope(model, loss, params, batch, *fixed):
         # Cloned, for torch.func.grad forbids to change what it does not own.
         own = [next(moving) if learn else t.clone() for t, learn in zip(all_leaves, learns, strict=True)]
         given = loss(model, as_trained(trees.like(params, own)), batch, *fixed)
-        return given.sum() if given.ndim else given, (given, own)
+        if not getattr(loss, "for_many", False):
+            _check_scalar(loss, given)
+        return given.sum(), (given, own)
 
     moving = [t for t, learn in zip(all_leaves, learns, strict=True) if learn]
     found, (_, (given, own)) = torch.func.grad_and_value(value, has_aux=True)(moving)

@@ -180,7 +180,7 @@ def pareto(table, cost, gain, ax=None):
     """
     on = tables.front(table, cost, gain)
     positive = table[cost][table[cost] > 0]
-    x = table[cost].where(table[cost] > 0, positive.min() / 3)
+    x = table[cost].where(table[cost] > 0, positive.min() / 3 if len(positive) else 1.0)
     with axes(ax) as ax:
         ax.scatter(x[~on], table[gain][~on], s=22, color="0.6", linewidths=0, label="beaten by another in both")
         best = pd.DataFrame({"x": x[on], "y": table[gain][on]}).sort_values(["x", "y"])

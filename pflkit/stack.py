@@ -51,6 +51,8 @@ def all_at_once(d, known, graphs=None, single=False):
     """
     stack, size, epochs = Stack(d, known, graphs, single), d.rule.batch_size, np.array(d.epochs)
     n, first = stack.n, np.cumsum(stack.n) - stack.n
+    if stack.many and not d.rule.drop_last:  # filled up to what somebody has, in few widths, for each is recorded
+        size = min(size, 1 << (int(n.max()) - 1).bit_length())
     skipped, curves, running = np.zeros(len(n)), [[] for _ in n], np.arange(len(n))
     for epoch in range(epochs.max()):
         running = running[epochs[running] > epoch]
@@ -171,16 +173,28 @@ class Stack:
         return {name: value[None] for name, value in values.items()}, [t[None] for t in stepped]
 
     def _for_many(self):
-        """Whether the loss or step, and what of the model it calls, can do with many clients: asked of a sample."""
-        if not getattr(self.d.step or self.d.loss, "for_many", False):
+        """Whether the loss or step, and what of the model it calls, can do with many clients. RuntimeError where it
+        gives two, one of them with two samples and the other with one, other numbers than each by itself.
+        """
+        d = self.d
+        if not getattr(d.step or d.loss, "for_many", False):
             return False
-        first_of = functools.partial(trees.tree_map, lambda t: t[:1])
-        try:
-            with torch.no_grad():
-                x, y = (t[None, None, :1].repeat_interleave(self.d.draws, 1) for t in (self.x, self.y))
-                self.of_many(first_of(self.d.params), x, y, self.d.still(first_of))
-        except NotImplementedError:
-            return False
+        own = [torch.stack([t[0], 0.9 * t[0] if t.is_floating_point() else t[0]]) for t in self.whole]
+        stills = [[torch.stack([t[0], t[0]]) for t in trees.leaves(f)] for f in self.fixed]
+        at = trees.on(self.y.device, np.array([[[0, 0]], [[0, self.nobody]]]).repeat(d.draws, 1))
+        x, y, parts = self.x[at], self.y[at], iter(stills)
+        with torch.no_grad(), arithmetic("full", self.y.device):
+            try:
+                fixed = d.still(lambda f: trees.like(f, next(parts)))
+                values, new = self.of_many(trees.like(d.params, own), x, y, fixed)
+            except Exception:  # not NotImplementedError alone: a module without parameters cannot tell one from many
+                return False
+            for j, length in enumerate(() if self.single else (2, 1)):
+                leaves, still = [t[j] for t in own], [[t[j] for t in f] for f in stills]
+                wanted, stepped = self._of_one(leaves, x[j, :, :length], y[j, :, :length], still)
+                before = [*(0 * t.double() for t in wanted.values()), *(t.double() for t in leaves if stepped)]
+                given = [*(values[name][j] for name in wanted), *(t[j] for t in new)]
+                _compare(given, [*wanted.values(), *stepped], before)
         return True
 
     def _record(self, rows, at, seen, sizes):

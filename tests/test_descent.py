@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pflkit import data, models, partition, training, trees
+from pflkit import data, models, partition, stack, training, trees
+from pflkit.descent import slope, value_and_slope
 from pflkit.federation import Federation
 from pflkit.methods import METHODS, make, perfedavg, pfedme
 from pflkit.methods.fedavg import model_loss
@@ -776,7 +777,7 @@ def test_a_loss_for_many_needs_no_vmap_and_fills_up_short_batches(no_vmap, rule)
 
     both(mlp(), lambda c, p: c.sgd(counted, p, **rule), sizes=(61, 1, 7, 10))
     widths = [shape[0] for shape in calls if len(shape) == 2]
-    assert max(widths) <= 4 and all(shape[1] == 10 for shape in calls if len(shape) == 2 and shape[0] > 1)
+    assert max(widths) <= 4 and all(s[1] == 10 for s in calls if len(s) == 2 and s[0] > 1 and s != (2, 2))
 
 
 @pytest.mark.parametrize(
@@ -794,6 +795,70 @@ def test_a_step_for_many_needs_no_vmap_and_fills_up_short_batches(no_vmap, step,
         return c.steps(step, state, *numbers, draws=draws, **rule)
 
     both(mlp(), train, sizes=(61, 1, 7, 10))
+
+
+def marked(move, extra=None):
+    """A step marked for many that is none: `move` of (tensor, batch) is beyond a step for many."""
+
+    @models.for_many
+    def step(model, state, batches):
+        loss, gradient, _ = value_and_slope(model, model_loss, state, batches[0])
+        new = trees.tree_map(lambda t, g: t - 0.1 * g - move(t, batches[0][1]), state, gradient)
+        return new, (loss, {"extra": extra(loss)} if extra else {})
+
+    return step
+
+
+@pytest.mark.parametrize("sizes", [(33,), (65,) * 10])
+@pytest.mark.parametrize(
+    "step",
+    [
+        marked(lambda t, y: 0.1 * t.mean()),
+        marked(lambda t, y: 0.01 * len(y)),
+        marked(lambda t, y: 0.01 * y.shape[-1]),
+        marked(lambda t, y: 0, lambda loss: loss - loss.mean()),
+    ],
+)
+def test_a_step_that_is_marked_for_many_and_is_none_is_found_out(step, sizes):
+    """Also where the first batch is full and has as many samples as there are clients, or there is one client."""
+    loop, stacked = (clients(mlp(), engine, sizes) for engine in ("loop", "stacked"))
+    want = loop.steps(step, start(mlp(), len(sizes)))
+    with pytest.warns(UserWarning, match="so clients train one by one: stacked, it gives other numbers"):
+        assert trees.unequal(want, stacked.steps(step, start(mlp(), len(sizes)))) == 0
+
+
+@pytest.mark.parametrize("engine", ["loop", "stacked"])
+def test_slopes_are_of_scalar_losses(engine):
+    def each(model, params, batch):
+        return F.cross_entropy(model.predict(params, batch[0]), batch[1], reduction="none")
+
+    def step(model, params, batches):
+        return trees.add(params, slope(model, each, params, batches[0])[0], -0.1), torch.zeros(())
+
+    c = clients(mlp(), engine)
+    for train in (lambda: c.gradient(each, start(mlp())), lambda: c.steps(step, start(mlp()))):
+        with pytest.raises(ValueError, match="each: a loss must be a scalar tensor"):
+            train()
+
+
+def test_a_module_without_parameters_goes_by_vmap():
+    net = models.from_modules(nn.Flatten(), nn.Linear(64, 10), (1, 8, 8), 10)
+    both(net, lambda c, params: c.sgd(model_loss, params))
+    both(net, lambda c, params: c.steps(perfedavg.first_order, params, 0.1, 0.1, draws=2))
+
+
+def test_batches_for_many_are_no_wider_than_anybody_fills_them(monkeypatch):
+    widths, train = [], stack.Stack.train
+
+    def told(self, rows, batches, *rest):
+        widths.append(batches.shape[-1])
+        return train(self, rows, batches, *rest)
+
+    monkeypatch.setattr(stack.Stack, "train", told)
+    both(mlp(), lambda c, params: c.sgd(model_loss, params, batch_size=10**9), sizes=(61, 1, 7, 10))
+    assert widths == [64]
+    both(mlp(), lambda c, params: c.sgd(model_loss, params, batch_size=62, drop_last=True), sizes=(61, 1, 7, 10))
+    assert widths == [64]
 
 
 def test_what_cannot_do_with_many_clients_goes_by_vmap(used):

@@ -255,6 +255,11 @@ def test_pareto_names_everyone_and_joins_the_front():
     assert (ax.get_xscale(), ax.get_xlabel(), ax.get_ylabel()) == ("log", "MB", "%")
 
 
+def test_pareto_of_those_that_cost_nothing():
+    ax = plots.pareto(TABLE[["%"]].assign(MB=0.0), "MB", "%").axes[0]
+    assert ax.texts[0].get_text() == "most" and ax.get_xscale() == "log"
+
+
 def test_names_of_a_crowd_stand_below_each_other():
     """Nine below the front that cost the same and gain nearly so, and one far off, which is named at its dot."""
     crowd = pd.DataFrame({"MB": [1.0] * 10 + [30.0], "%": [50 + 0.1 * i for i in range(10)] + [40.0]})
