@@ -13,6 +13,8 @@ from pflkit.descent import gradients, recorded, sgd_step, step_of, value_and_ext
 from pflkit.graphs import arithmetic
 from pflkit.models import as_trained
 
+SURELY = 128  # up to this size batches are as large as asked for, lest a client's rounding depend on who else trains
+
 
 def in_turns(d, most, run):
     """`run`, such as all_at_once, of a Descent's clients, `most` of them at a time; what it returns for all of them."""
@@ -51,8 +53,8 @@ def all_at_once(d, known, graphs=None, single=False):
     """
     stack, size, epochs = Stack(d, known, graphs, single), d.rule.batch_size, np.array(d.epochs)
     n, first = stack.n, np.cumsum(stack.n) - stack.n
-    if stack.many and not d.rule.drop_last:  # filled up to what somebody has, in few widths, for each is recorded
-        size = min(size, 1 << (int(n.max()) - 1).bit_length())
+    if stack.many and not d.rule.drop_last:  # much larger than anybody's samples, batches would be mostly filled up
+        size = min(size, max(SURELY, 1 << (int(n.max()) - 1).bit_length()))
     skipped, curves, running = np.zeros(len(n)), [[] for _ in n], np.arange(len(n))
     for epoch in range(epochs.max()):
         running = running[epochs[running] > epoch]
