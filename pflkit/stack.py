@@ -111,7 +111,8 @@ class Stack:
         self.velocity = [torch.zeros_like(t) for t in moving] if d.rule.momentum else []
         self.sums, self.counts, self.samples = {}, {}, np.zeros(len(self.n))
         self.what = d.step or d.loss, d.model
-        self.many = known[self.what] if self.what in known else self._for_many()
+        # One client gains nothing by it; and it is not among the `known`, so each phase would ask anew.
+        self.many = not single and (known[self.what] if self.what in known else self._for_many())
         self.by_one = self._of_first if single else torch.vmap(self._of_one)
 
     def train(self, rows, batches, widths, sizes):
@@ -147,6 +148,11 @@ class Stack:
         for t, new in zip(self.whole + self.velocity, own + speeds, strict=True):
             t[at] = new
 
+    def still(self, leaves):
+        """The fixed arguments, of the lists of leaves of those that have a client axis."""
+        parts = iter(leaves)
+        return self.d.still(lambda f: trees.like(f, next(parts)))
+
     def of_many(self, tree, x, y, fixed):
         """Of all clients, by a loss or step for many, without torch.vmap: as `by_one`, which goes by one client's."""
         d, batches, stepped = self.d, tuple(zip(x.unbind(1), y.unbind(1), strict=True)), ()
@@ -160,8 +166,7 @@ class Stack:
 
     def _of_one(self, leaves, x, y, stills):
         """One client's loss and extras by name, and its leaves after a step that is not SGD."""
-        d, own, parts, stepped = self.d, as_trained(trees.like(self.d.params, leaves)), iter(stills), ()
-        fixed = d.still(lambda f: trees.like(f, next(parts)))
+        d, own, fixed, stepped = self.d, as_trained(trees.like(self.d.params, leaves)), self.still(stills), ()
         if d.step is None:
             value, extras = value_and_extras(d.loss(d.model, own, (x[0], y[0]), *fixed))
         else:
@@ -184,14 +189,13 @@ class Stack:
         own = [torch.stack([t[0], 0.9 * t[0] if t.is_floating_point() else t[0]]) for t in self.whole]
         stills = [[torch.stack([t[0], t[0]]) for t in trees.leaves(f)] for f in self.fixed]
         at = trees.on(self.y.device, np.array([[[0, 0]], [[0, self.nobody]]]).repeat(d.draws, 1))
-        x, y, parts = self.x[at], self.y[at], iter(stills)
+        x, y = self.x[at], self.y[at]
         with torch.no_grad(), arithmetic("full", self.y.device):
             try:
-                fixed = d.still(lambda f: trees.like(f, next(parts)))
-                values, new = self.of_many(trees.like(d.params, own), x, y, fixed)
+                values, new = self.of_many(trees.like(d.params, own), x, y, self.still(stills))
             except Exception:  # not NotImplementedError alone: a module without parameters cannot tell one from many
                 return False
-            for j, length in enumerate(() if self.single else (2, 1)):
+            for j, length in enumerate((2, 1)):
                 leaves, still = [t[j] for t in own], [[t[j] for t in f] for f in stills]
                 wanted, stepped = self._of_one(leaves, x[j, :, :length], y[j, :, :length], still)
                 before = [*(0 * t.double() for t in wanted.values()), *(t.double() for t in leaves if stepped)]
@@ -229,8 +233,7 @@ class _Step:
         self.moving = [t for t in self.leaves if t.requires_grad]
         self.speeds, self.pull, self.stills = speeds, d.pull and (anchors, d.pull[1]), list(stills)
         if stack.many:
-            parts = iter(stills)
-            self.tree, self.fixed = trees.like(d.params, self.leaves), d.still(lambda f: trees.like(f, next(parts)))
+            self.tree, self.fixed = trees.like(d.params, self.leaves), stack.still(stills)
 
     def __call__(self, x, y, expected=()):
         """Changes the clients' leaves, and returns their losses and extras by name; first checked, if `expected`."""
